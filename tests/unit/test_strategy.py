@@ -165,8 +165,19 @@ def test_auto_turns_to_two_shot_once_and_for_all(
 
 @pytest.mark.parametrize(
     ("ranks", "arch", "mib"),
-    [(4, 90, 2), (8, 90, 0.5), (4, 100, 4), (8, 100, 1), (8, 103, 2), (3, 90, 2), (6, 103, 2)]
-    + [(8, 80, 0.5), (8, 107, 2), (16, 90, 1 / 16)],
+    [
+        (4, 90, 2),
+        (8, 90, 0.5),
+        (4, 100, 4),
+        (8, 100, 1),
+        (8, 103, 2),
+        # Sizes and archs between the entries, older and newer ones, larger groups.
+        (3, 90, 2),
+        (6, 103, 2),
+        (8, 80, 0.5),
+        (8, 107, 2),
+        (16, 90, 1 / 16),
+    ],
 )
 def test_auto_crosses_over_where_the_table_says(ranks: int, arch: int, mib: float) -> None:
     tokens = int(mib * 2**20) // 1024

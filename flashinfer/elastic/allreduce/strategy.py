@@ -30,7 +30,7 @@ class Step(NamedTuple):
     """One launch: ``count`` tokens from ``first`` on, with ``strategy``."""
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # a row count, in place of tuple.count
     strategy: Strategy
 
 
