@@ -1,0 +1,207 @@
+// What Python sees, through tvm-ffi. Tensors are checked here, before anything is launched, in one
+// place for all entry points; every check depends on what all ranks share, or raises on the one
+// rank whose tensor is wrong before it takes its turn.
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "flashinfer_elastic/arguments.h"
+#include "launch.h"
+
+namespace flashinfer_elastic {
+namespace {
+
+using tvm::ffi::Array;
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+std::string name_of(DLDataType type) {
+  switch (type.code) {
+    case kDLFloat:
+      return "float" + std::to_string(type.bits);
+    case kDLBfloat:
+      return "bfloat" + std::to_string(type.bits);
+    case kDLInt:
+      return "int" + std::to_string(type.bits);
+    case kDLUInt:
+      return "uint" + std::to_string(type.bits);
+    default:
+      return "type code " + std::to_string(type.code) + " of " + std::to_string(type.bits) +
+             " bits";
+  }
+}
+
+std::string name_of(DLDevice device) {
+  std::string kind = device.device_type == kDLCUDA  ? "cuda"
+                     : device.device_type == kDLCPU ? "cpu"
+                                                    : std::to_string(device.device_type);
+  return kind + ":" + std::to_string(device.device_id);
+}
+
+bool is(DLDataType type, uint8_t code, uint8_t bits) {
+  return type.code == code && type.bits == bits && type.lanes == 1;
+}
+
+ElementType element_type(const TensorView& input) {
+  DLDataType type = input.dtype();
+  if (is(type, kDLFloat, 16)) return ElementType::kFloat16;
+  if (is(type, kDLBfloat, 16)) return ElementType::kBFloat16;
+  if (is(type, kDLFloat, 32)) return ElementType::kFloat32;
+  TVM_FFI_THROW(ValueError) << "input has dtype " << name_of(type)
+                            << "; float16, bfloat16 and float32 are supported";
+  TVM_FFI_UNREACHABLE();
+}
+
+void check_device(const char* name, const TensorView& tensor, int device) {
+  DLDevice got = tensor.device();
+  if (got.device_type != kDLCUDA || got.device_id != device) {
+    TVM_FFI_THROW(ValueError) << name << " must be on cuda:" << device
+                              << ", the workspace's device, got " << name_of(got) << ".";
+  }
+}
+
+void check_dtype(const char* name, const TensorView& tensor, DLDataType expected) {
+  DLDataType got = tensor.dtype();
+  if (!is(got, expected.code, expected.bits)) {
+    TVM_FFI_THROW(ValueError) << name << " has dtype " << name_of(got) << ", expected "
+                              << name_of(expected) << ", that of input";
+  }
+}
+
+uint64_t address_of(const TensorView& tensor) {
+  return reinterpret_cast<uint64_t>(tensor.data_ptr()) + tensor.byte_offset();
+}
+
+bool on_vector(uint64_t value) { return value % 16 == 0; }
+
+// Checks a matrix against the shape, dtype and device of the input, and describes it.
+Rows rows_of(const char* name, const TensorView& tensor, const TensorView& input, int device,
+             bool written) {
+  if (tensor.ndim() != 2 || tensor.size(0) != input.size(0) || tensor.size(1) != input.size(1)) {
+    std::ostringstream got;
+    for (int i = 0; i < tensor.ndim(); ++i) got << (i != 0 ? ", " : "") << tensor.size(i);
+    TVM_FFI_THROW(ValueError) << name << " shape mismatch: expected (" << input.size(0) << ", "
+                              << input.size(1) << ") but got (" << got.str() << ")";
+  }
+  check_dtype(name, tensor, input.dtype());
+  check_device(name, tensor, device);
+  int64_t tokens = tensor.size(0), hidden = tensor.size(1);
+  int64_t stride = tokens > 1 ? tensor.stride(0) : hidden;
+  if (hidden > 1 && tensor.stride(1) != 1) {
+    TVM_FFI_THROW(ValueError) << name << " must have dense rows, got a stride of "
+                              << tensor.stride(1) << " elements within a row";
+  }
+  if (written && stride < hidden) {
+    TVM_FFI_THROW(ValueError) << name
+                              << " is written, so its rows must not overlap; got a stride of "
+                              << stride << " elements between rows of " << hidden;
+  }
+  uint64_t address = address_of(tensor);
+  int64_t bytes = (tensor.dtype().bits + 7) / 8;
+  bool vectors = on_vector(address) && (tokens <= 1 || on_vector(stride * bytes));
+  return {address, stride, vectors};
+}
+
+Rows skip_rows(Rows rows, int64_t first, uint32_t element_bytes) {
+  rows.address += first * rows.stride * element_bytes;
+  return rows;
+}
+
+int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t buffer_bytes, int64_t rotation,
+                       double timeout_s, int64_t multiprocessors, int64_t device) {
+  Group group = {};
+  group.rank = static_cast<uint32_t>(rank);
+  group.ranks = static_cast<uint32_t>(memory.size());
+  if (memory.size() < 2 || memory.size() > kMaxRanks || rank < 0 || group.rank >= group.ranks) {
+    TVM_FFI_THROW(ValueError) << "rank " << rank << " of " << memory.size() << ": groups of 2 to "
+                              << kMaxRanks << " ranks are supported";
+  }
+  group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  group.buffer_bytes = static_cast<uint64_t>(buffer_bytes);
+  group.rotation = reinterpret_cast<Rotation*>(rotation);
+  for (uint32_t i = 0; i < group.ranks; ++i) group.memory[i] = static_cast<uint64_t>(memory[i]);
+  auto context = std::make_unique<Context>(group, static_cast<uint32_t>(multiprocessors),
+                                           static_cast<int>(device));
+  return reinterpret_cast<int64_t>(context.release());
+}
+
+void context_destroy(int64_t context) { delete reinterpret_cast<Context*>(context); }
+
+// Tokens [first, first + count) of one call. Without gamma: all-reduce into `output`. With it:
+// residual_out = sum + residual_in, output = RMSNorm(residual_out).
+void allreduce(int64_t handle, int64_t strategy, int64_t first, int64_t count,
+               bool dependent_launch, TensorView input, TensorView output,
+               Optional<TensorView> residual_in, Optional<TensorView> residual_out,
+               Optional<TensorView> gamma, double epsilon, double weight_bias) {
+  Context& context = *reinterpret_cast<Context*>(handle);
+  int device = context.device();
+  ElementType type = element_type(input);
+  uint32_t bytes = element_bytes(type);
+  Problem problem = {};
+  Rows in = rows_of("input", input, input, device, false);
+  Rows out = rows_of("output", output, input, device, true);
+  int64_t hidden = input.size(1);
+  problem.tokens = static_cast<uint32_t>(count);
+  problem.hidden = static_cast<uint32_t>(hidden);
+  problem.input = skip_rows(in, first, bytes);
+  problem.output = skip_rows(out, first, bytes);
+  problem.normalize = gamma.has_value();
+  if (problem.normalize) {
+    if (!residual_in.has_value() || !residual_out.has_value()) {
+      TVM_FFI_THROW(ValueError) << "residual_in and residual_out must be provided with gamma";
+    }
+    Rows before = rows_of("residual_in", residual_in.value(), input, device, false);
+    Rows after = rows_of("residual_out", residual_out.value(), input, device, true);
+    if (after.address == out.address && count > 0) {
+      TVM_FFI_THROW(ValueError) << "output and residual_out must be different tensors";
+    }
+    TensorView weight = gamma.value();
+    if (weight.numel() != hidden || !weight.IsContiguous()) {
+      TVM_FFI_THROW(ValueError)
+          << "gamma must be dense and have the same shape as token dimension (" << hidden
+          << ") but got (" << weight.numel() << ")";
+    }
+    problem.gamma_float32 = is(weight.dtype(), kDLFloat, 32);
+    if (!problem.gamma_float32) check_dtype("gamma", weight, input.dtype());
+    check_device("gamma", weight, device);
+    problem.residual_in = skip_rows(before, first, bytes);
+    problem.residual_out = skip_rows(after, first, bytes);
+    problem.gamma = address_of(weight);
+    problem.gamma_vectors = on_vector(problem.gamma);
+    problem.epsilon = static_cast<float>(epsilon);
+    problem.weight_bias = static_cast<float>(weight_bias);
+  }
+  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
+  try {
+    context.launch(static_cast<Strategy>(strategy), type, problem, dependent_launch, stream);
+  } catch (const std::invalid_argument& error) {
+    TVM_FFI_THROW(ValueError) << error.what();
+  } catch (const std::runtime_error& error) {
+    TVM_FFI_THROW(RuntimeError) << error.what();
+  }
+}
+
+// {"archs": [90, 100], "cuda": "13.0"}: what this library was compiled for, and with.
+tvm::ffi::String build_info() {
+  std::ostringstream text;
+  text << "{\"archs\": [" << FLASHINFER_ELASTIC_ARCHS << "], \"cuda\": \"" << CUDART_VERSION / 1000
+       << "." << CUDART_VERSION % 1000 / 10 << "\"}";
+  return text.str();
+}
+
+}  // namespace
+}  // namespace flashinfer_elastic
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_create, flashinfer_elastic::context_create);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_destroy, flashinfer_elastic::context_destroy);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_allreduce, flashinfer_elastic::allreduce);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_build_info, flashinfer_elastic::build_info);

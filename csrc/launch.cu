@@ -1,0 +1,134 @@
+#include "launch.h"
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "flashinfer_elastic/launch_shape.h"
+#include "flashinfer_elastic/layout.cuh"
+#include "flashinfer_elastic/row_tail.cuh"
+#include "kernels.h"
+
+namespace flashinfer_elastic {
+namespace {
+
+// What every block may use without asking; beyond it a kernel needs an attribute set.
+constexpr uint32_t kPlainSharedBytes = 48 * 1024;
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("flashinfer.elastic: ") + what + ": " +
+                             cudaGetErrorString(status));
+  }
+}
+
+// Puts the caller's device back on leaving.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+Kernel find_kernel(Strategy strategy, ElementType type, uint32_t ranks) {
+  bool one_shot = strategy == Strategy::kOneShot;
+  switch (type) {
+    case ElementType::kFloat16:
+      return one_shot ? one_shot_float16(ranks) : two_shot_float16(ranks);
+    case ElementType::kBFloat16:
+      return one_shot ? one_shot_bfloat16(ranks) : two_shot_bfloat16(ranks);
+    case ElementType::kFloat32:
+      return one_shot ? one_shot_float32(ranks) : two_shot_float32(ranks);
+  }
+  throw std::invalid_argument("unknown element type");
+}
+
+uint64_t bytes_used(Strategy strategy, ElementType type, const Problem& problem, uint32_t ranks) {
+  uint64_t slots = strategy == Strategy::kOneShot ? one_shot_slots(problem.tokens, ranks)
+                                                  : two_shot_slots(problem.tokens, ranks);
+  uint64_t row =
+      static_cast<uint64_t>(segments_of(problem.hidden)) * kSegmentElements * element_bytes(type);
+  return slots * row;
+}
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace
+
+Context::Context(const Group& group, uint32_t multiprocessors, int device)
+    : group_(group), multiprocessors_(multiprocessors), device_(device) {
+  DeviceGuard guard(device);
+  check(cudaEventCreateWithFlags(&order_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+}
+
+Context::~Context() {
+  // At exit the driver may be gone already; there is nothing left to release then.
+  if (order_ != nullptr) cudaEventDestroy(order_);
+}
+
+// Calls on one workspace must not overlap. Within a stream they never do; when the stream changes
+// the new one waits for the last. Captured calls are ordered by their graph alone.
+void Context::follow_last_stream(cudaStream_t stream) {
+  if (used_ && stream == last_stream_) return;
+  if (is_capturing(stream)) return;
+  if (used_ && !is_capturing(last_stream_)) {
+    check(cudaEventRecord(order_, last_stream_), "cudaEventRecord");
+    check(cudaStreamWaitEvent(stream, order_, 0), "cudaStreamWaitEvent");
+  }
+  last_stream_ = stream;
+  used_ = true;
+}
+
+void Context::launch(Strategy strategy, ElementType type, const Problem& problem,
+                     bool dependent_launch, cudaStream_t stream) {
+  if (problem.tokens == 0 || problem.hidden == 0) return;
+  uint64_t needed = bytes_used(strategy, type, problem, group_.ranks);
+  if (needed > group_.buffer_bytes) {
+    throw std::invalid_argument("the call needs " + std::to_string(needed) +
+                                " bytes of a buffer of " + std::to_string(group_.buffer_bytes));
+  }
+  DeviceGuard guard(device_);
+  Kernel kernel = find_kernel(strategy, type, group_.ranks);
+  LaunchShape shape =
+      launch_shape(strategy, problem.tokens, problem.hidden, group_.ranks, multiprocessors_);
+
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.clusters * shape.cluster);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = problem.normalize ? row_tail_shared_bytes(problem.hidden) : 0;
+  config.stream = stream;
+  if (config.dynamicSmemBytes > kPlainSharedBytes) {
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(config.dynamicSmemBytes)),
+          "the hidden size is too large for shared memory");
+  }
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = shape.cluster;
+  attributes[0].val.clusterDim.y = 1;
+  attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = dependent_launch ? 2 : 1;
+
+  follow_last_stream(stream);
+  check(cudaLaunchKernelEx(&config, kernel, Arguments{group_, problem}), "launch");
+}
+
+}  // namespace flashinfer_elastic

@@ -1,0 +1,8 @@
+#include "flashinfer_elastic/one_shot.cuh"
+#include "kernel_table.cuh"
+
+namespace flashinfer_elastic {
+
+Kernel one_shot_float16(uint32_t ranks) { return kernel_for<OneShot, Float16>(ranks); }
+
+}  // namespace flashinfer_elastic

@@ -1,0 +1,189 @@
+// Every inline-assembly line and every intrinsic the kernels use, and nothing else.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+
+#include "words.h"
+
+#define FE_DEVICE __device__ __forceinline__
+#define FE_COLD __device__ __noinline__
+#define FE_SHARED __host__ __device__  // arithmetic that the host needs too
+
+namespace flashinfer_elastic::hw {
+
+// ---- who am I ----
+
+FE_DEVICE uint32_t thread_index() { return threadIdx.x; }
+FE_DEVICE uint32_t thread_count() { return blockDim.x; }
+FE_DEVICE uint32_t block_count() { return gridDim.x; }
+
+FE_DEVICE uint32_t cluster_size() {
+  uint32_t value;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(value));
+  return value;
+}
+
+FE_DEVICE uint32_t block_in_cluster() {
+  uint32_t value;
+  asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(value));
+  return value;
+}
+
+FE_DEVICE uint32_t cluster_index() {
+  uint32_t value;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(value));
+  return value;
+}
+
+FE_DEVICE uint32_t cluster_count() {
+  uint32_t value;
+  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(value));
+  return value;
+}
+
+// ---- barriers and shuffles ----
+
+FE_DEVICE void sync_block() { __syncthreads(); }
+
+// Split barrier of all threads of a cluster; what was written to shared memory of any of its
+// blocks before `arrive` is visible after `wait`.
+FE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+FE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// All 32 lanes take part.
+FE_DEVICE float shuffle_xor(float value, uint32_t mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// ---- shared memory ----
+
+FE_DEVICE float* shared_floats() {
+  extern __shared__ float storage[];
+  return storage;
+}
+
+// Stores to the same place in the shared memory of block `block` of this cluster.
+FE_DEVICE void store_shared_of(float* mine, uint32_t block, float value) {
+  uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(block));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+}
+
+// ---- programmatic dependent launch ----
+
+// Returns once every earlier kernel of the stream has finished and its writes are visible.
+FE_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next kernel be scheduled. Says nothing about this kernel's results.
+FE_DEVICE void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ---- memory that ranks share: never cached in L1, no ordering beyond the word itself ----
+
+FE_DEVICE Word4 load_shared_by_ranks(const Word4* address) {
+  Word4 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+FE_DEVICE void store_shared_by_ranks(Word4* address, Word4 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Makes a word that was just read empty again. Same thread and address as the load before it,
+// which is all the order it needs.
+FE_DEVICE void reset_shared_by_ranks(Word4* address) {
+  store_shared_by_ranks(address, Word4{kSentinel, kSentinel, kSentinel, kSentinel});
+}
+
+// ---- this rank's own device memory ----
+
+FE_DEVICE uint32_t load_state(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+FE_DEVICE void store_state(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Returns the value before.
+FE_DEVICE uint32_t add_state(uint32_t* address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+FE_DEVICE Word4 load_global(const Word4* address) { return *address; }
+FE_DEVICE void store_global(Word4* address, Word4 value) { *address = value; }
+FE_DEVICE uint32_t load_global(const uint32_t* address) { return *address; }
+FE_DEVICE void store_global(uint32_t* address, uint32_t value) { *address = value; }
+FE_DEVICE uint16_t load_global(const uint16_t* address) { return *address; }
+FE_DEVICE void store_global(uint16_t* address, uint16_t value) { *address = value; }
+
+// ---- arithmetic: IEEE round to nearest even, never contracted ----
+
+FE_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+FE_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
+FE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+FE_DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
+FE_DEVICE float sqrt(float a) { return __fsqrt_rn(a); }
+
+FE_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
+FE_DEVICE uint32_t bits_of_float(float value) { return __float_as_uint(value); }
+
+FE_DEVICE float float_of_half(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+FE_DEVICE uint16_t half_of_float(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Two floats rounded and packed, the first in the low half.
+FE_DEVICE uint32_t half2_of_floats(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+FE_DEVICE uint32_t bfloat2_of_floats(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+// ---- time and failure ----
+
+FE_DEVICE uint64_t nanoseconds() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+
+// Called in every turn of a spinning wait.
+FE_DEVICE void pause() {}
+
+FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
+                       uint64_t waited_ns) {
+  printf(
+      "flashinfer.elastic: rank %u waited %llu ms for %s of rank %u, token %u: that rank has died, "
+      "hangs, or made a different sequence of calls on this workspace\n",
+      rank, static_cast<unsigned long long>(waited_ns / 1000000u), phase, peer, token);
+  asm volatile("trap;");
+}
+
+}  // namespace flashinfer_elastic::hw

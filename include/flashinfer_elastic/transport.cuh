@@ -1,0 +1,52 @@
+// How a word reaches the other ranks. A transport is a type with the same few verbs, and the
+// algorithms never ask which one they have.
+//
+//   to_peers(offset, word)     store to every rank but this one
+//   to(rank, offset, word)     store to one other rank
+//   mine(offset)               this rank's own copy
+//
+// `offset` is in bytes from the start of a rank's buffers and the same on all ranks. Stores are
+// relaxed: the word is its own flag (wait.cuh) and nothing else is ordered by it.
+#pragma once
+
+#include "arguments.h"
+#include "platform.cuh"
+#include "words.h"
+
+namespace flashinfer_elastic {
+
+// `kRanks` is the group's size, or 0 for one known only at run time.
+template <uint32_t kRanks>
+FE_DEVICE uint32_t rank_count(const Group& group) {
+  return kRanks != 0 ? kRanks : group.ranks;
+}
+
+// Peers' memory mapped one by one; works wherever they can reach each other.
+template <uint32_t kRanks>
+class Unicast {
+ public:
+  FE_DEVICE explicit Unicast(const Group& group) : group_(group) {}
+
+  // Starts with the next rank, so that the ranks do not all store to the same one at once.
+  FE_DEVICE void to_peers(uint64_t offset, Word4 word) const {
+    uint32_t ranks = rank_count<kRanks>(group_);
+#pragma unroll
+    for (uint32_t step = 1; step < ranks; ++step) {
+      uint32_t peer = group_.rank + step;
+      to(peer < ranks ? peer : peer - ranks, offset, word);
+    }
+  }
+
+  FE_DEVICE void to(uint32_t rank, uint64_t offset, Word4 word) const {
+    hw::store_shared_by_ranks(reinterpret_cast<Word4*>(group_.memory[rank] + offset), word);
+  }
+
+  FE_DEVICE Word4* mine(uint64_t offset) const {
+    return reinterpret_cast<Word4*>(group_.memory[group_.rank] + offset);
+  }
+
+ private:
+  const Group& group_;
+};
+
+}  // namespace flashinfer_elastic

@@ -1,0 +1,45 @@
+// Every wait for another rank. Data is its own flag: a word has arrived once none of its four
+// parts is the sentinel, whatever order the parts arrive in.
+#pragma once
+
+#include "arguments.h"
+#include "platform.cuh"
+#include "words.h"
+
+namespace flashinfer_elastic {
+
+// The clock is read once in so many turns, so that a wait that ends soon never reads it.
+inline constexpr uint32_t kTurnsPerClockRead = 4096;
+
+FE_DEVICE bool has_arrived(Word4 w) {
+  return w.x != kSentinel && w.y != kSentinel && w.z != kSentinel && w.w != kSentinel;
+}
+
+// What is waited for, for the message when it does not come.
+struct Awaited {
+  uint32_t peer;
+  uint32_t token;
+  const char* phase;
+};
+
+// `seen` is what a first load of `slot` gave; callers issue several before they wait for any.
+FE_DEVICE Word4 wait_for_word(const Group& group, const Word4* slot, Word4 seen, Awaited what) {
+  uint32_t turns = 0;
+  uint64_t since = 0;
+  while (!has_arrived(seen)) {
+    hw::pause();
+    seen = hw::load_shared_by_ranks(slot);
+    if (++turns < kTurnsPerClockRead) continue;
+    turns = 0;
+    if (group.timeout_ns == 0) continue;
+    uint64_t now = hw::nanoseconds();
+    if (since == 0) {
+      since = now;
+    } else if (now - since > group.timeout_ns) {
+      hw::fail_wait(group.rank, what.peer, what.phase, what.token, now - since);
+    }
+  }
+  return seen;
+}
+
+}  // namespace flashinfer_elastic
