@@ -201,5 +201,4 @@ def _without_annotations(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _describe(owner: object) -> str:
-    name: str = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", repr(owner))
-    return name
+    return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", owner))
