@@ -121,8 +121,8 @@ int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t buffer_bytes
   Group group = {};
   group.rank = static_cast<uint32_t>(rank);
   group.ranks = static_cast<uint32_t>(memory.size());
-  if (memory.size() < 2 || memory.size() > kMaxRanks || rank < 0 || group.rank >= group.ranks) {
-    TVM_FFI_THROW(ValueError) << "rank " << rank << " of " << memory.size() << ": groups of 2 to "
+  if (memory.size() < 1 || memory.size() > kMaxRanks || rank < 0 || group.rank >= group.ranks) {
+    TVM_FFI_THROW(ValueError) << "rank " << rank << " of " << memory.size() << ": groups of 1 to "
                               << kMaxRanks << " ranks are supported";
   }
   group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);

@@ -7,7 +7,7 @@
 #include "words.h"
 
 #define FE_DEVICE __device__ __forceinline__
-#define FE_COLD __device__ __noinline__
+#define FE_COLD inline __device__ __noinline__
 #define FE_SHARED __host__ __device__  // arithmetic that the host needs too
 
 namespace flashinfer_elastic::hw {

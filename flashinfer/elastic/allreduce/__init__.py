@@ -88,7 +88,7 @@ def install(module: ModuleType) -> None:
 
     workspace_class = make_workspace_class(module)
     entry_points = make_entry_points(module, workspace_class)
-    replacements = {
+    replacements: dict[str, Any] = {
         WORKSPACE: workspace_class,
         **{name: entry_points[name] for name in ENTRY_POINTS if hasattr(module, name)},
     }

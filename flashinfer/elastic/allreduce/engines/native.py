@@ -1,0 +1,169 @@
+"""Our kernels on memory that all ranks of the group have mapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..agreement import Agreement
+from ..sizing import ALIGNMENT, LAMPORT_BUFFERS_NATIVE
+from ..strategy import Strategy
+from ..symmetric import SymmetricMemory
+from . import Call, library
+
+_SENTINEL = -(2**31)
+"""As int32, the word that marks an empty place of a buffer: fp32 -0.0 (``words.h``)."""
+
+_ROTATION_BYTES = ALIGNMENT
+"""Behind the buffers: which of them is in use (``arguments.h``, ``Rotation``)."""
+
+
+class NativeEngine:
+    """Two buffers for messages and the state that says whose turn it is, on every rank.
+
+    Creation, ``detach`` and ``attach`` are collective; everything else is local.
+
+    Parameters
+    ----------
+    agreement : Agreement
+        Of the group.
+    device : torch.device
+        This rank's GPU.
+    buffer_bytes : int
+        Of each buffer; a multiple of ``sizing.ALIGNMENT`` and the same on all ranks.
+    timeout_s : float
+        How long a kernel waits for a peer; 0 waits for ever.
+    multiprocessors : int
+        The smallest count in the group, on which the launch shape depends.
+
+    Raises
+    ------
+    CollectiveError
+        On every rank, if creation fails on any. Nothing is left behind.
+    """
+
+    name = "native"
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        device: torch.device,
+        buffer_bytes: int,
+        timeout_s: float,
+        multiprocessors: int,
+    ) -> None:
+        self._device = device
+        self._state_offset = LAMPORT_BUFFERS_NATIVE * buffer_bytes
+        self._context: int | None = None
+        self.memory = SymmetricMemory.create(
+            agreement, device.index, self._state_offset + _ROTATION_BYTES
+        )
+        try:
+            self._initialize(agreement)
+            addresses = self.memory.addresses
+            local = addresses[agreement.rank]
+            functions = agreement.attempt("loading the kernels", library.load)
+            self._allreduce = functions.allreduce
+            self._destroy = functions.context_destroy
+            self._context = agreement.attempt(
+                "creating the launch context",
+                lambda: functions.context_create(
+                    agreement.rank,
+                    list(addresses),
+                    buffer_bytes,
+                    local + self._state_offset,
+                    timeout_s,
+                    multiprocessors,
+                    device.index,
+                ),
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def local_address(self) -> int:
+        """Where this rank's buffers lie."""
+        return self.memory.addresses[self.memory.rank]
+
+    def buffers(self) -> torch.Tensor:
+        """Return this rank's buffers as a flat float32 tensor that owns nothing."""
+        return self._view(0, self._state_offset, "<f4")
+
+    def launch(self, call: Call, first: int, count: int, strategy: Strategy) -> None:
+        """Launch the tokens ``[first, first + count)`` of a call on the current stream.
+
+        Raises
+        ------
+        ValueError
+            If a tensor has the wrong dtype, shape, device or layout, naming it; nothing has been
+            launched then.
+        RuntimeError
+            If the memory is detached.
+        """
+        if not self.memory.mapped:
+            raise RuntimeError("MNNVL handles are not attached")
+        self._allreduce(
+            self._context,
+            int(strategy),
+            first,
+            count,
+            call.dependent_launch,
+            call.input,
+            call.output,
+            call.residual_in,
+            call.residual_out,
+            call.gamma,
+            call.epsilon,
+            call.weight_bias,
+        )
+
+    def detach(self) -> None:
+        """Give the memory back and keep its addresses, for a checkpoint."""
+        self.memory.detach()
+
+    def attach(self, agreement: Agreement) -> None:
+        """Take memory again at the same addresses, with empty buffers."""
+        self.memory.attach(agreement)
+        self._initialize(agreement)
+
+    def initialize(self) -> None:
+        """Empty this rank's buffers and start the rotation again; local.
+
+        Only safe while no rank has a call under way.
+        """
+        # Plain integers, since float fills may canonicalise; inference mode, because the memory
+        # may be initialised inside and outside of it.
+        with torch.inference_mode():
+            self._view(0, self._state_offset, "<i4").fill_(_SENTINEL)
+            self._view(self._state_offset, _ROTATION_BYTES, "<i4").zero_()
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Release everything; local, idempotent, safe on a half-built object."""
+        if self._context is not None:
+            self._destroy(self._context)
+            self._context = None
+        self.memory.close()
+
+    def _initialize(self, agreement: Agreement) -> None:
+        agreement.attempt("initialising the buffers", self.initialize)
+
+    def _view(self, offset: int, size_bytes: int, typestr: str) -> torch.Tensor:
+        return torch.as_tensor(
+            _DeviceArray(self.local_address + offset, size_bytes // 4, typestr),
+            device=self._device,
+        )
+
+
+class _DeviceArray:
+    """A flat run of 4-byte elements of device memory, as CUDA array interface version 3."""
+
+    def __init__(self, address: int, length: int, typestr: str) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (length,),
+            "typestr": typestr,
+            "data": (address, False),
+            "version": 3,
+        }

@@ -1,0 +1,241 @@
+"""The entry points that take the place of upstream's ``trtllm_mnnvl_*`` functions.
+
+The two that run after every layer are written here for the least host time. The others are
+upstream's own functions, whose checks, defaults and texts differ between versions, running on our
+launcher: a copy of each function sees a few names of its module replaced.
+"""
+
+# ruff: noqa: A002 - the parameters have the names that upstream gave them
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from .engines import Call
+from .strategy import Strategy
+from .workspace import find_by_pointer_table
+
+
+def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Callable[..., Any]]:
+    """Return the functions to set in an upstream module, by name.
+
+    Parameters
+    ----------
+    module : types.ModuleType
+        Upstream's ``flashinfer.comm.trtllm_mnnvl_ar``.
+    workspace_class : type
+        What ``workspace.make_workspace_class`` made of it.
+    """
+    strategies = module.MNNVLAllreduceFusionStrategy
+    auto = strategies.AUTO
+    known: dict[Any, Strategy | None] = {
+        auto: None,
+        strategies.ONESHOT: Strategy.ONESHOT,
+        strategies.TWOSHOT: Strategy.TWOSHOT,
+    }
+
+    def requested(strategy: Any) -> Strategy | None:
+        try:
+            return known[strategy]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"strategy must be a MNNVLAllreduceFusionStrategy, got {strategy!r}"
+            ) from None
+
+    def check_workspace(workspace: Any) -> None:
+        if not isinstance(workspace, workspace_class):
+            raise TypeError(
+                f"workspace must be a {workspace_class.__name__}, got {type(workspace).__name__}"
+            )
+
+    def trtllm_mnnvl_allreduce(
+        input: torch.Tensor,
+        workspace: Any,
+        launch_with_pdl: bool,
+        output: torch.Tensor | None = None,
+        strategy: Any = auto,
+    ) -> torch.Tensor:
+        _check_matrix("input", input)
+        if output is None:
+            output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        else:
+            _check_matrix("output", output)
+        check_workspace(workspace)
+        workspace.run(
+            requested(strategy), Call(input, output, dependent_launch=bool(launch_with_pdl))
+        )
+        return output
+
+    def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
+        input: torch.Tensor,
+        residual_in: torch.Tensor,
+        gamma: torch.Tensor,
+        workspace: Any,
+        epsilon: float | None = None,
+        output: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        launch_with_pdl: bool = False,
+        strategy: Any = auto,
+        weight_bias: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if epsilon is None:
+            epsilon = torch.finfo(input.dtype).eps
+        _check_matrix("input", input)
+        _check_matrix("residual input", residual_in)
+        if gamma.numel() != input.shape[1]:
+            raise ValueError(
+                "The gamma tensor must have the same number of elements as the hidden dimension, "
+                f"got {gamma.numel()} elements but expected {input.shape[1]} elements."
+            )
+        if output is None:
+            output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        else:
+            _check_matrix("output", output)
+        if residual_out is None:
+            residual_out = torch.empty_like(residual_in, memory_format=torch.contiguous_format)
+        else:
+            _check_matrix("residual output", residual_out)
+        check_workspace(workspace)
+        call = Call(
+            input,
+            output,
+            residual_in,
+            residual_out,
+            gamma,
+            epsilon,
+            weight_bias,
+            bool(launch_with_pdl),
+        )
+        workspace.run(requested(strategy), call)
+        return output, residual_out
+
+    functions: dict[str, Callable[..., Any]] = {
+        "trtllm_mnnvl_allreduce": trtllm_mnnvl_allreduce,
+        "trtllm_mnnvl_fused_allreduce_add_rmsnorm": trtllm_mnnvl_fused_allreduce_add_rmsnorm,
+    }
+    launcher = _PointerLauncher(module)
+    for name in ("trtllm_mnnvl_all_reduce", "trtllm_mnnvl_fused_allreduce_rmsnorm"):
+        functions[name] = _with_names(
+            module, getattr(module, name), get_trtllm_mnnvl_comm_module=lambda: launcher
+        )
+    functions["get_allreduce_mnnvl_workspace"] = _with_names(
+        module,
+        module.get_allreduce_mnnvl_workspace,
+        MNNVLAllReduceFusionWorkspace=functools.partial(_with_flags, workspace_class),
+    )
+    if hasattr(module, "trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant"):
+        functions["trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant"] = (
+            module.trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant
+        )
+    return functions
+
+
+def _check_matrix(what: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2:
+        raise ValueError(
+            f"The {what} tensor must be 2D, got {tensor.dim()}D. The shape is {tensor.shape}."
+        )
+
+
+class _PointerLauncher:
+    """Stands in for upstream's compiled module in functions that are given raw addresses.
+
+    Addresses of one of our workspaces lead back to it, with its fallbacks; others go to upstream's
+    launcher.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def trtllm_mnnvl_allreduce_fusion(
+        self,
+        input: torch.Tensor,
+        multicast_buffer_ptr: int,
+        buffer_ptrs_dev: int,
+        buffer_ptr_local: int,
+        buffer_flags_mnnvl: torch.Tensor,
+        nranks: int,
+        rank: int,
+        rmsnorm_fusion: bool,
+        launch_with_pdl: bool,
+        use_oneshot: bool,
+        output: torch.Tensor,
+        residual_out: torch.Tensor | None,
+        residual_in: torch.Tensor | None,
+        gamma: torch.Tensor | None,
+        epsilon: float | None,
+    ) -> None:
+        workspace = find_by_pointer_table(buffer_ptrs_dev)
+        if workspace is None:
+            self._module.get_trtllm_mnnvl_comm_module().trtllm_mnnvl_allreduce_fusion(
+                input,
+                multicast_buffer_ptr,
+                buffer_ptrs_dev,
+                buffer_ptr_local,
+                buffer_flags_mnnvl,
+                nranks,
+                rank,
+                rmsnorm_fusion,
+                launch_with_pdl,
+                use_oneshot,
+                output,
+                residual_out,
+                residual_in,
+                gamma,
+                epsilon,
+            )
+            return
+        if (nranks, rank) != (workspace.tp_size, workspace.rank):
+            raise ValueError(
+                f"The workspace belongs to rank {workspace.rank} of {workspace.tp_size}, got "
+                f"rank={rank} and nranks={nranks}."
+            )
+        call = Call(input, output, dependent_launch=bool(launch_with_pdl))
+        if rmsnorm_fusion:
+            assert epsilon is not None
+            call = call._replace(
+                residual_in=residual_in, residual_out=residual_out, gamma=gamma, epsilon=epsilon
+            )
+        workspace.run(Strategy.ONESHOT if use_oneshot else Strategy.TWOSHOT, call)
+
+
+def _with_flags(workspace_class: type, *args: Any, **kwargs: Any) -> Any:
+    """Make a workspace for a deprecated function, which hands its ``buffer_flags`` to the caller.
+
+    The native engine has none. The caller only passes them back, so any tensor will do.
+    """
+    workspace = workspace_class(*args, **kwargs)
+    if not hasattr(workspace, "buffer_flags"):
+        workspace.buffer_flags = torch.zeros(
+            9, dtype=torch.uint32, device=torch.device("cuda", torch.cuda.current_device())
+        )
+    return workspace
+
+
+class _Names(dict[str, Any]):
+    """Globals of a function: some names of its own, and its module's, as they are, for the rest."""
+
+    def __init__(self, module: ModuleType, names: dict[str, Any]) -> None:
+        super().__init__(names)
+        self._module = module
+        self["__builtins__"] = module.__dict__["__builtins__"]
+
+    def __missing__(self, name: str) -> Any:
+        # KeyError, where the module lacks it too, makes Python look among the builtins.
+        return self._module.__dict__[name]
+
+
+def _with_names(module: ModuleType, function: Any, **names: Any) -> Callable[..., Any]:
+    """Return a copy of a module's function that sees other values of a few global names."""
+    plain = inspect.unwrap(function)
+    copy = FunctionType(
+        plain.__code__, _Names(module, names), plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    copy.__kwdefaults__ = plain.__kwdefaults__
+    return copy
