@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import queue
+import runpy
 import tempfile
 import time
 import traceback
@@ -16,6 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+if mp.parent_process() is not None:
+    # A spawned rank has no pytest that would make the package under test importable. The rank's
+    # entry point is in this module, so this runs before the module of the function is imported.
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
 
 # After the first failure the other ranks get this long to say how it went for them.
 _GRACE_S = 10.0

@@ -23,6 +23,7 @@ DEFAULT_TIMEOUT_S = 20.0
 
 _SECRET_BYTES = 16
 _MESSAGE = struct.Struct(f"<{_SECRET_BYTES}sI")  # the receiver's secret, the sender's rank
+_DESCRIPTOR = struct.Struct("i")
 _RETRY_S = 0.01
 
 
@@ -77,14 +78,12 @@ def _exchange(
             for name, peer_secret in agreement.gather("socket for memory handles", own)
         ]
 
-        def send_and_receive() -> None:
-            deadline = time.monotonic() + timeout_s
-            # Sending first cannot deadlock: every inbox queues connections of the whole group and
-            # a message fits a socket's buffer, so no send waits for its receiver.
-            _send(inboxes, agreement.rank, descriptor, deadline)
-            _receive(inbox, secret, agreement, received, deadline)
-
-        agreement.attempt("exchange of memory handles", send_and_receive)
+        agreement.attempt(
+            "exchange of memory handles",
+            lambda: _trade(
+                agreement.rank, inbox, inboxes, descriptor, received, time.monotonic() + timeout_s
+            ),
+        )
 
 
 def _open_inbox(connections: int) -> socket.socket:
@@ -99,41 +98,32 @@ def _open_inbox(connections: int) -> socket.socket:
     return inbox
 
 
-def _send(
-    inboxes: Sequence[tuple[bytes, bytes]], rank: int, descriptor: int, deadline: float
-) -> None:
-    for peer, (address, peer_secret) in enumerate(inboxes):
-        if peer == rank:
-            continue
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as outbox:
-            outbox.settimeout(max(deadline - time.monotonic(), _RETRY_S))
-            while True:
-                try:
-                    outbox.connect(address)
-                    break
-                except BlockingIOError:  # the peer's queue is full: strangers
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"rank {peer} accepts no connection") from None
-                    time.sleep(_RETRY_S)
-            socket.send_fds(outbox, [_MESSAGE.pack(peer_secret, rank)], [descriptor])
-
-
-def _receive(
+def _trade(
+    rank: int,
     inbox: socket.socket,
-    secret: bytes,
-    agreement: Agreement,
+    inboxes: Sequence[tuple[bytes, bytes]],
+    descriptor: int,
     received: dict[int, int],
     deadline: float,
 ) -> None:
-    """Add one descriptor per peer to ``received``; whatever strangers send is dropped."""
-    wanted = set(range(agreement.world_size)) - {agreement.rank}
+    """Send ``descriptor`` to every peer and add one of each to ``received``.
+
+    Sends and receives are interleaved: strangers may fill a queue, and a peer that empties its own
+    only after it has sent would then be waited for by all. What strangers send is dropped.
+    """
+    wanted = set(range(len(inboxes))) - {rank}
+    unsent = set(wanted)
+    secret = inboxes[rank][1]
     with contextlib.ExitStack() as connections, selectors.DefaultSelector() as selector:
         selector.register(inbox, selectors.EVENT_READ)
-        while wanted:
+        while True:
+            unsent = {p for p in unsent if not _send(*inboxes[p], rank, descriptor)}
+            if not (unsent or wanted):
+                return
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"no memory handle from {format_ranks(sorted(wanted))} in time")
-            for key, _ in selector.select(left):
+                raise TimeoutError(_late(wanted, unsent))
+            for key, _ in selector.select(min(left, _RETRY_S) if unsent else left):
                 if key.fileobj is inbox:
                     with contextlib.suppress(BlockingIOError):
                         connection = connections.enter_context(inbox.accept()[0])
@@ -145,19 +135,38 @@ def _receive(
                 arrived = _read(connection, secret, wanted)
                 connection.close()
                 if arrived is not None:
-                    rank, descriptor = arrived
-                    received[rank] = descriptor
-                    wanted.remove(rank)
+                    peer, peer_descriptor = arrived
+                    received[peer] = peer_descriptor
+                    wanted.remove(peer)
+
+
+def _send(address: bytes, peer_secret: bytes, rank: int, descriptor: int) -> bool:
+    """Send to one peer; return False when its queue is full at the moment."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as outbox:
+        outbox.setblocking(False)
+        try:
+            outbox.connect(address)
+        except BlockingIOError:
+            return False
+        # The message fits the new socket's buffer, and stays there for the peer after the close.
+        socket.send_fds(outbox, [_MESSAGE.pack(peer_secret, rank)], [descriptor])
+        return True
 
 
 def _read(connection: socket.socket, secret: bytes, wanted: set[int]) -> tuple[int, int] | None:
     """Read one message; return its sender and descriptor, or None for a stranger's."""
     try:
-        message, descriptors, _, _ = socket.recv_fds(
-            connection, _MESSAGE.size + 1, 1, socket.MSG_CMSG_CLOEXEC
+        # Not socket.recv_fds: CPython drops its flags, and children would inherit the descriptor.
+        message, controls, _, _ = connection.recvmsg(
+            _MESSAGE.size + 1, socket.CMSG_LEN(_DESCRIPTOR.size), socket.MSG_CMSG_CLOEXEC
         )
     except OSError:
         return None
+    descriptors = [
+        _DESCRIPTOR.unpack(data)[0]
+        for level, kind, data in controls
+        if (level, kind, len(data)) == (socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.size)
+    ]
     if len(message) == _MESSAGE.size:
         claimed, rank = _MESSAGE.unpack(message)
         if secrets.compare_digest(claimed, secret) and rank in wanted:
@@ -168,3 +177,9 @@ def _read(connection: socket.socket, secret: bytes, wanted: set[int]) -> tuple[i
     for descriptor in descriptors:
         os.close(descriptor)
     return None
+
+
+def _late(wanted: set[int], unsent: set[int]) -> str:
+    if wanted:
+        return f"no memory handle from {format_ranks(sorted(wanted))} in time"
+    return f"no connection to {format_ranks(sorted(unsent))} in time"
