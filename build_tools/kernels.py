@@ -14,6 +14,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 from build_tools import architectures, toolkit
@@ -64,7 +65,10 @@ def build(targets: tuple[int, ...], kit: toolkit.Toolkit) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
-    command = [_ninja(), "-f", str(directory / "build.ninja")]
+    ninja = find_ninja()
+    if ninja is None:
+        raise FileNotFoundError("the build needs ninja; install it")
+    command = [ninja, "-f", str(directory / "build.ninja")]
     if jobs := os.environ.get("MAX_JOBS"):
         command += ["-j", jobs]
     subprocess.run(command, check=True, cwd=REPOSITORY)
@@ -74,7 +78,9 @@ def build(targets: tuple[int, ...], kit: toolkit.Toolkit) -> Path:
 def ninja_file(targets: tuple[int, ...], kit: toolkit.Toolkit, directory: Path) -> str:
     """Write the ninja file that compiles ``csrc/`` into ``directory`` (relative to the root)."""
     compiler = os.environ.get("CXX", "g++")
-    tvm_ffi = _tvm_ffi_include()
+    tvm_ffi = find_tvm_ffi()
+    if tvm_ffi is None:
+        raise FileNotFoundError("the build needs the headers of apache-tvm-ffi; install it")
     host_flags = [*HOST_FLAGS, f"-ffile-prefix-map={tvm_ffi}=tvm_ffi"]
     common = [
         *(*COMMON_FLAGS, "-isystem", str(tvm_ffi)),
@@ -122,24 +128,18 @@ def _shell(words: list[str]) -> str:
     return shlex.join(words).replace("$", "$$")
 
 
-def _tvm_ffi_include() -> Path:
+def find_tvm_ffi() -> Path | None:
     """Find TVM FFI's headers without importing it, which would import torch as well."""
     spec = importlib.util.find_spec("tvm_ffi")
     for location in (spec and spec.submodule_search_locations) or ():
         return Path(location, "include")
-    raise ModuleNotFoundError("apache-tvm-ffi is not installed; the build needs its headers")
+    return None
 
 
-def _ninja() -> str:
-    """Find ninja: the one beside this interpreter's packages, else the machine's."""
-    try:
-        import ninja
-    except ImportError:
-        found = shutil.which("ninja")
-        if found is None:
-            raise FileNotFoundError("ninja is not installed") from None
-        return found
-    return str(Path(ninja.BIN_DIR, "ninja"))
+def find_ninja() -> str | None:
+    """Find ninja: the one beside this interpreter, else the machine's."""
+    beside = Path(sysconfig.get_path("scripts"), "ninja")
+    return str(beside) if beside.is_file() else shutil.which("ninja")
 
 
 if __name__ == "__main__":

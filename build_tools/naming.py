@@ -55,6 +55,7 @@ def platform_tag(library: Path) -> str:
         wheel = Path(directory, f"library-0-py3-none-{unaudited}.whl")
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.write(library, f"library/{library.name}")
+            archive.writestr("library-0.dist-info/RECORD", f"library/{library.name},,\n")
         return audited_tag(wheel)
 
 

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Build dist/flashinfer-*.whl, install it beside FlashInfer in .venv, and show what it repairs.
+#
+#   scripts/build.sh                the whole of it, on a fresh machine, GPU or not
+#   scripts/build.sh --wheel-only   build the wheel and nothing else
+#
+# FLASHINFER_CUDA_ARCH_LIST ("9.0 10.0") says what to compile for.
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+case "${1:-}" in
+  "" | --wheel-only) ;;
+  *) die "usage: scripts/build.sh [--wheel-only]" ;;
+esac
+
+python="$(build_python)"
+[[ "${python}" == "${VENV}/bin/python" ]] && install_build_requirements
+build_wheel "${python}"
+[[ "${1:-}" == --wheel-only ]] && exit
+
+make_venv
+install_upstream
+install_wheel
+say "reproduce the reported failure, and see it gone"
+"${VENV}/bin/python" scripts/reproduce.py

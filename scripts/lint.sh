@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Lint: ruff, mypy --strict, clang-format. `scripts/lint.sh --fix` rewrites what it can.
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+make_venv
+install_torch
+install --group lint --group test --group upstream-import
+
+bin="${VENV}/bin"
+mapfile -t sources < <(
+  find csrc include emulation \( -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
+    -o -name '*.cpp' \)
+)
+
+if [[ "${1:-}" == --fix ]]; then
+  "${bin}/ruff" check --fix .
+  "${bin}/ruff" format .
+  "${bin}/clang-format" -i "${sources[@]}"
+  exit
+fi
+
+say "ruff"
+"${bin}/ruff" check .
+"${bin}/ruff" format --check .
+say "mypy --strict"
+"${bin}/mypy" flashinfer/elastic build_tools scripts
+say "clang-format"
+"${bin}/clang-format" --dry-run -Werror "${sources[@]}"
