@@ -1,0 +1,70 @@
+// What the emulated ranks share: their Lamport buffers, how far each has come, and the news that
+// one of them failed.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace flashinfer_elastic::emulation {
+
+enum class FailureKind {
+  kTimeout,   // a peer's word never came
+  kProtocol,  // a word was stored over another, lost, or sent where it must not be
+  kMachine,   // the kernel misused the machine: a barrier not all reach, a misaligned vector
+};
+
+struct Failure {
+  FailureKind kind;
+  std::string message;
+};
+
+class Fabric {
+ public:
+  static constexpr uint32_t kBuffers = 2;  // see rotation.cuh
+
+  Fabric(uint32_t ranks, uint64_t buffer_bytes);
+  ~Fabric();
+  Fabric(const Fabric&) = delete;
+  Fabric& operator=(const Fabric&) = delete;
+
+  uint32_t ranks() const { return ranks_; }
+  uint64_t buffer_bytes() const { return buffer_bytes_; }
+  std::byte* memory(uint32_t rank) const { return memory_ + rank * rank_bytes_; }
+
+  struct Place {
+    bool inside;  // of some rank's buffers, as a whole aligned word
+    uint32_t rank;
+    uint64_t offset;
+  };
+  Place locate(const void* address) const;
+
+  // Empty words left out: how many words of a rank's buffers hold something nobody has read.
+  uint64_t unread(uint32_t rank) const;
+
+  // Stops all ranks. The first failures are kept.
+  void fail(FailureKind kind, std::string message);
+  bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+  std::vector<Failure> failures() const;
+
+  // Calls that a rank has begun in this run.
+  void begin_run();
+  void begin_call(uint32_t rank, uint64_t call);
+  bool peers_have_begun(uint32_t rank, uint64_t call) const;
+
+ private:
+  uint32_t ranks_;
+  uint64_t buffer_bytes_;
+  uint64_t rank_bytes_;
+  std::byte* memory_;
+  std::unique_ptr<std::atomic<uint64_t>[]> begun_;
+  std::atomic<bool> stopped_{false};
+  mutable std::mutex mutex_;
+  std::vector<Failure> failures_;
+};
+
+}  // namespace flashinfer_elastic::emulation

@@ -1,0 +1,161 @@
+// The verbs of platform_cuda.cuh on the CPU, for the tests: the kernels' headers compile against
+// this file as plain C++ and compute the same bits. What a verb does to the emulated machine is in
+// machine.h and memory.h; here are only its name and, for arithmetic, its definition.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "flashinfer_elastic/words.h"
+#include "machine.h"
+#include "memory.h"
+
+#define FE_DEVICE inline
+#define FE_COLD [[gnu::noinline, gnu::cold]] inline
+#define FE_SHARED
+
+namespace flashinfer_elastic::hw {
+
+// ---- who am I ----
+
+inline uint32_t thread_index() { return emulation::this_thread().index; }
+inline uint32_t thread_count() { return emulation::this_thread().cluster->threads; }
+inline uint32_t block_count() {
+  const emulation::Cluster& cluster = *emulation::this_thread().cluster;
+  return cluster.blocks * cluster.clusters;
+}
+inline uint32_t cluster_size() { return emulation::this_thread().cluster->blocks; }
+inline uint32_t block_in_cluster() { return emulation::this_thread().block->index; }
+inline uint32_t cluster_index() { return emulation::this_thread().cluster->index; }
+inline uint32_t cluster_count() { return emulation::this_thread().cluster->clusters; }
+
+// ---- barriers and shuffles ----
+
+inline void sync_block() { emulation::sync_block(); }
+inline void cluster_arrive() { emulation::cluster_arrive(); }
+inline void cluster_wait() { emulation::cluster_wait(); }
+inline float shuffle_xor(float value, uint32_t mask) { return emulation::shuffle_xor(value, mask); }
+
+// ---- shared memory: plain accesses, so that ThreadSanitizer sees who raced for it ----
+
+inline float* shared_floats() { return emulation::this_thread().block->shared; }
+inline void store_shared_of(float* mine, uint32_t block, float value) {
+  *emulation::shared_of(mine, block) = value;
+}
+
+// ---- programmatic dependent launch ----
+
+inline void wait_for_predecessor() { emulation::wait_for_predecessor(); }
+// A kernel may start as soon as every cluster of the one before it has, whatever this one says:
+// more overlap than a device would give.
+inline void allow_successor() {}
+
+// ---- memory that ranks share ----
+
+inline Word4 load_shared_by_ranks(const Word4* address) { return emulation::load_word(address); }
+inline void store_shared_by_ranks(Word4* address, Word4 value) {
+  emulation::send_word(address, value);
+}
+inline void reset_shared_by_ranks(Word4* address) { emulation::reset_word(address); }
+
+// ---- this rank's own device memory ----
+
+inline uint32_t load_state(const uint32_t* address) {
+  return __atomic_load_n(address, __ATOMIC_RELAXED);
+}
+inline void store_state(uint32_t* address, uint32_t value) {
+  __atomic_store_n(address, value, __ATOMIC_RELAXED);
+}
+inline uint32_t add_state(uint32_t* address, uint32_t value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+
+inline Word4 load_global(const Word4* address) {
+  emulation::check_vector(address);
+  return *address;
+}
+inline void store_global(Word4* address, Word4 value) {
+  emulation::check_vector(address);
+  *address = value;
+}
+inline uint32_t load_global(const uint32_t* address) { return *address; }
+inline void store_global(uint32_t* address, uint32_t value) { *address = value; }
+inline uint16_t load_global(const uint16_t* address) { return *address; }
+inline void store_global(uint16_t* address, uint16_t value) { *address = value; }
+
+// ---- arithmetic: IEEE round to nearest even, never contracted (-ffp-contract=off) ----
+
+inline float float_of_bits(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+inline uint32_t bits_of_float(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// A device's arithmetic has a single NaN; a CPU's hands on its operand's.
+inline float with_device_nan(float value) {
+  return value != value ? float_of_bits(0x7fffffffu) : value;
+}
+
+inline float add(float a, float b) { return with_device_nan(a + b); }
+inline float mul(float a, float b) { return with_device_nan(a * b); }
+inline float fma(float a, float b, float c) { return with_device_nan(std::fma(a, b, c)); }
+inline float div(float a, float b) { return with_device_nan(a / b); }
+inline float sqrt(float a) { return with_device_nan(std::sqrt(a)); }
+
+inline float float_of_half(uint16_t bits) {
+  uint32_t sign = (bits & 0x8000u) << 16;
+  uint32_t exponent = (bits >> 10) & 0x1fu;
+  uint32_t mantissa = bits & 0x3ffu;
+  if (exponent == 0x1f) return float_of_bits(sign | 0x7f800000u | mantissa << 13);
+  if (exponent != 0) return float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+  float magnitude = static_cast<float>(mantissa) * 0x1p-24f;  // exact
+  return float_of_bits(sign | bits_of_float(magnitude));
+}
+
+inline uint16_t half_of_float(float value) {
+  uint32_t bits = bits_of_float(value);
+  uint32_t sign = bits >> 16 & 0x8000u;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fff;
+  uint32_t rounded;
+  if (magnitude >= 0x47800000u) {  // 65536 and beyond
+    rounded = 0x7c00;
+  } else if (magnitude >= 0x38800000u) {  // normal; a carry may well make it infinite
+    rounded = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+  } else {  // counts of 2**-24, rounded by the add: 0.5 has just that unit in the last place
+    rounded = bits_of_float(float_of_bits(magnitude) + 0.5f) - bits_of_float(0.5f);
+  }
+  return static_cast<uint16_t>(sign | rounded);
+}
+
+inline uint32_t half2_of_floats(float low, float high) {
+  return half_of_float(low) | static_cast<uint32_t>(half_of_float(high)) << 16;
+}
+
+inline uint16_t bfloat_of_float(float value) {
+  uint32_t bits = bits_of_float(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+inline uint32_t bfloat2_of_floats(float low, float high) {
+  return bfloat_of_float(low) | static_cast<uint32_t>(bfloat_of_float(high)) << 16;
+}
+
+// ---- time and failure ----
+
+inline uint64_t nanoseconds() { return emulation::nanoseconds(); }
+inline void pause() { emulation::pause(); }
+
+FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
+                       uint64_t waited_ns) {
+  emulation::fail_wait(rank, peer, phase, token, waited_ns);
+}
+
+}  // namespace flashinfer_elastic::hw
