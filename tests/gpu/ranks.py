@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import multiprocessing as mp
 import queue
 import runpy
+import sys
 import tempfile
 import time
 import traceback
@@ -18,16 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-if mp.parent_process() is not None:
-    # A spawned rank has no pytest that would make the package under test importable. The rank's
-    # entry point is in this module, so this runs before the module of the function is imported.
-    runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
-
 # After the first failure the other ranks get this long to say how it went for them.
 _GRACE_S = 10.0
 
 
-class RankFailure(AssertionError):
+class RankError(AssertionError):
     """At least one rank raised, died or did not finish; the message has every rank's story."""
 
 
@@ -46,7 +44,7 @@ def run_ranks(
     Parameters
     ----------
     fn : callable
-        Importable by name in another process: a function at module level.
+        A function at module level; its module is loaded again in each process.
     world_size : int, optional
         Number of ranks; by default one per GPU, and the test is skipped with fewer than two.
     *args
@@ -56,7 +54,7 @@ def run_ranks(
 
     Raises
     ------
-    RankFailure
+    RankError
         With the traceback, exit code or silence of each rank that failed.
     """
     if world_size is None:
@@ -64,6 +62,9 @@ def run_ranks(
         if world_size < 2:
             pytest.skip(f"needs two GPUs or more, found {world_size}")
 
+    source = inspect.getsourcefile(fn)
+    assert source is not None
+    origin = (fn.__module__, str(Path(source).resolve()), fn.__qualname__)
     context = mp.get_context("spawn")
     reports: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -71,7 +72,7 @@ def run_ranks(
         processes: list[BaseProcess] = [
             context.Process(
                 target=_rank_main,
-                args=(fn, rank, world_size, args, store, timeout_s, reports),
+                args=(origin, rank, world_size, args, store, timeout_s, reports),
                 name=f"rank {rank}",
             )
             for rank in range(world_size)
@@ -89,7 +90,7 @@ def run_ranks(
                     process.join()
             reports.close()
     if failures:
-        raise RankFailure("\n".join(f"rank {r}: {failures[r]}" for r in sorted(failures)))
+        raise RankError("\n".join(f"rank {r}: {failures[r]}" for r in sorted(failures)))
     return [results[rank] for rank in range(world_size)]
 
 
@@ -132,8 +133,23 @@ def _collect(
             return results, failures
 
 
+def _load(module_name: str, path: str, name: str) -> Callable[..., Any]:
+    """Load a function by file, because pytest may have imported it under a name of its own."""
+    if module_name not in sys.modules:
+        # A spawned process has no pytest that makes the package under test importable.
+        runpy.run_path(str(Path(__file__).resolve().parents[1] / "conftest.py"))
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    fn: Callable[..., Any] = getattr(sys.modules[module_name], name)
+    return fn
+
+
 def _rank_main(
-    fn: Callable[..., Any],
+    origin: tuple[str, str, str],
     rank: int,
     world_size: int,
     args: tuple[Any, ...],
@@ -143,6 +159,7 @@ def _rank_main(
 ) -> None:
     """Initialise one rank, call ``fn`` and report."""
     try:
+        fn = _load(*origin)
         use_gpus = torch.cuda.device_count() >= world_size
         if use_gpus:
             torch.cuda.set_device(rank)

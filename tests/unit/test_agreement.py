@@ -23,7 +23,7 @@ from flashinfer.elastic.allreduce.agreement import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
-from ranks import run_ranks  # noqa: E402
+from ranks import run_ranks
 
 TIMEOUT_S = 20.0
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flashinfer.elastic.allreduce import fd_exchange
-from flashinfer.elastic.allreduce.agreement import Agreement, CollectiveError
+from flashinfer.elastic.allreduce.agreement import Agreement
 from flashinfer.elastic.allreduce.fd_exchange import peer_descriptors
 
 # Forked, so that a rank starts in milliseconds; nothing here runs threads of its own.

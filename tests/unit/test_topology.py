@@ -1,5 +1,8 @@
 """Which pairs lack NVLink, from recorded topologies, and what the group makes of it."""
 
+# The fakes have the names of what they stand for.
+# ruff: noqa: N802
+
 from __future__ import annotations
 
 import doctest
