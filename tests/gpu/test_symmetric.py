@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,17 +64,14 @@ def make_agreement(kind: str, rank: int, world_size: int) -> Agreement:
 
 
 def as_tensor(address: int, words: int = WORDS) -> torch.Tensor:
-    """Return an int32 tensor over mapped memory; the memory outlives it."""
+    """Return an int32 tensor of this device over mapped memory, which must outlive it.
 
-    view = SimpleNamespace(
-        __cuda_array_interface__={
-            "shape": (words,),
-            "typestr": "<i4",
-            "data": (address, False),
-            "version": 3,
-        }
-    )
-    return torch.as_tensor(view, device=f"cuda:{torch.cuda.current_device()}")
+    Not through ``__cuda_array_interface__``: torch would put a peer's memory on the peer's device,
+    for which it is not mapped here.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    storage = torch._C._construct_storage_from_data_pointer(address, device, 4 * words)
+    return torch.empty(0, dtype=torch.int32, device=device).set_(storage)
 
 
 def exchange_words(memory: SymmetricMemory, agreement: Agreement, salt: int) -> None:
@@ -84,7 +80,9 @@ def exchange_words(memory: SymmetricMemory, agreement: Agreement, salt: int) -> 
     part = WORDS // size
     for peer, address in enumerate(memory.addresses):
         words = as_tensor(address)[rank * part : (rank + 1) * part]
-        words.copy_(torch.arange(part, device="cuda", dtype=torch.int32) + salt + 100 * rank + peer)
+        # A kernel's stores, not a copy engine's.
+        counting = torch.arange(part, device="cuda", dtype=torch.int32)
+        torch.add(counting, salt + 100 * rank + peer, out=words)
     torch.cuda.synchronize()
     agreement.barrier()
     own = as_tensor(memory.addresses[rank])
