@@ -7,7 +7,7 @@ outside the caller's rows is as wrong as a wrong value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -95,9 +95,7 @@ class Problem:
         part.inputs = self.inputs[:, tokens]
         norm = self.norm
         if norm is not None:
-            norm = reference.Norm(
-                norm.residual[tokens], norm.gamma, norm.gamma_dtype, norm.epsilon, norm.weight_bias
-            )
+            norm = replace(norm, residual=norm.residual[tokens])
         part.norm = norm
         residual = self.expected.residual
         part.expected = reference.Result(
@@ -114,30 +112,40 @@ class Prepared:
     * ``"residual"``: the new residual replaces the input.
     """
 
-    def __init__(self, problem: Problem, *, layout: Layout = DENSE, aliasing: str = "none"):
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        layout: Layout | Sequence[Layout] = DENSE,  # of all ranks, or of each
+        aliasing: str = "none",
+    ):
         self.problem = problem
+        layouts = [layout] * problem.ranks if isinstance(layout, Layout) else layout
         bits = reference.bits_dtype(problem.dtype)
         shape = (problem.tokens, problem.hidden)
         self._guarded: list[Guarded] = []
 
-        def array(values: Bits | None, kind: type[np.unsignedinteger] = bits) -> Guarded:
-            guarded = Guarded(shape if values is None else values.shape, kind, layout)
-            self._guarded.append(guarded)
-            return guarded if values is None else guarded.fill(values)
+        def poisoned() -> list[Guarded]:
+            arrays = [Guarded(shape, bits, layout) for layout in layouts]
+            self._guarded += arrays
+            return arrays
+
+        def filled(values: Sequence[Bits]) -> list[Guarded]:
+            return [a.fill(v) for a, v in zip(poisoned(), values, strict=True)]
 
         norm = problem.norm
-        self._input = [array(x) for x in problem.inputs]
+        self._input = filled(list(problem.inputs))
         in_place = aliasing == "both" or (aliasing == "residual" and norm is None)
-        self._output = self._input if in_place else [array(None) for _ in self._input]
+        self._output = self._input if in_place else poisoned()
         if norm is None:
             return
-        self._residual_in = [array(norm.residual) for _ in self._input]
-        self._residual_out = {
-            "none": lambda: [array(None) for _ in self._input],
-            "both": lambda: self._residual_in,
-            "residual": lambda: self._input,
-        }[aliasing]()
-        self._gamma = array(norm.gamma, reference.bits_dtype(norm.gamma_dtype))
+        self._residual_in = filled([norm.residual] * problem.ranks)
+        if aliasing == "both":
+            self._residual_out = self._residual_in
+        else:
+            self._residual_out = self._input if aliasing == "residual" else poisoned()
+        kind = reference.bits_dtype(norm.gamma_dtype)
+        self._gamma = [Guarded(norm.gamma.shape, kind, x).fill(norm.gamma) for x in layouts]
 
     def call(self, module: ModuleType, strategy: str, **options: Any) -> Any:
         """Give the emulated machine's call; see the module for ``options``."""
@@ -146,7 +154,7 @@ class Prepared:
             options |= {
                 "residual_in": [x.rows for x in self._residual_in],
                 "residual_out": [x.rows for x in self._residual_out],
-                "gamma": [self._gamma.rows] * self.problem.ranks,
+                "gamma": [x.rows for x in self._gamma],
                 "epsilon": norm.epsilon,
                 "weight_bias": norm.weight_bias,
             }
@@ -165,7 +173,10 @@ class Prepared:
 
     def check(self, what: object = "") -> None:
         """Compare every rank's outputs, bit for bit, and look for stray stores."""
-        expected = self.problem.expected
+        self.check_against(self.problem.expected, what)
+
+    def check_against(self, expected: reference.Result, what: object = "") -> None:
+        """Compare as :meth:`check` does, with what several calls in place have left."""
         for rank in range(self.problem.ranks):
             output, *residual = self.outputs(rank)
             _same(output, expected.output, (what, "output", "rank", rank))
@@ -216,6 +227,14 @@ def problem(
             weight_bias,
         )
     return Problem(dtype, random_bits(rng, (ranks, tokens, hidden), dtype), norm)
+
+
+def next_layer(problem: Problem) -> Problem:
+    """Give the problem whose input and residual are this one's results on every rank."""
+    norm, result = problem.norm, problem.expected
+    assert norm is not None and result.residual is not None
+    inputs = np.stack([result.output] * problem.ranks)
+    return Problem(problem.dtype, inputs, replace(norm, residual=result.residual))
 
 
 def buffer_for(module: ModuleType, problems: Sequence[Problem]) -> int:
