@@ -6,6 +6,7 @@ It replaces the workspace class and the entry points that run on it, and nothing
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -105,12 +106,18 @@ def install(module: ModuleType) -> None:
 
 
 def _pose_as_class(ours: type, upstream: type) -> None:
-    """Give our class upstream's name and place, by which it is pickled and printed."""
+    """Give our class upstream's name and place, by which it is pickled, and its annotations."""
     ours.__module__ = upstream.__module__
     ours.__name__ = upstream.__name__
     ours.__qualname__ = upstream.__qualname__
     if ours.__doc__ is None:
         ours.__doc__ = upstream.__doc__
+    for name, member in vars(ours).items():
+        # Methods, static and cached ones too. Their annotations name upstream's own classes, which
+        # ours can only name as text.
+        method, theirs = inspect.unwrap(member), inspect.unwrap(getattr(upstream, name, None))
+        if inspect.isfunction(method) and inspect.isfunction(theirs):
+            method.__annotations__ = dict(theirs.__annotations__)
 
 
 def _pose_as_function(ours: Callable[..., Any], upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,8 +125,6 @@ def _pose_as_function(ours: Callable[..., Any], upstream: Callable[..., Any]) ->
 
     ``__wrapped__`` stays out, so that ``inspect.getsource`` shows the code that runs.
     """
-    import inspect
-
     from typing_extensions import deprecated
 
     ours.__module__ = upstream.__module__
