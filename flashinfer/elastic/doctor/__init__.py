@@ -1,0 +1,1 @@
+"""Tools that look at an installation and say what it does."""
