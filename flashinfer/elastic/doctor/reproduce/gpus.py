@@ -54,7 +54,7 @@ def run(case: Case, data: Data, buffers: Sequence[int]) -> list[Run]:
     import torch.multiprocessing as multiprocessing
 
     with tempfile.TemporaryDirectory(prefix="reproduce-") as folder:
-        torch.save(data, Path(folder, "data"))
+        torch.save(tuple(data), Path(folder, "data"))
         multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _rank_main, args=(case, tuple(buffers), folder), nprocs=case.ranks
         )
