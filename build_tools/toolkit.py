@@ -111,7 +111,7 @@ def _version(nvcc: Path) -> tuple[int, int]:
 
 def _root(nvcc: Path) -> Path:
     """Ask the compiler where its toolkit is: ``nvcc`` on PATH may be a link or a wrapper script."""
-    command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    command = [str(nvcc), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     match = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
     if match is None:

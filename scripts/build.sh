@@ -21,5 +21,6 @@ build_wheel "${python}"
 make_venv
 install_upstream
 install_wheel
+install --group emulation
 say "reproduce the reported failure, and see it gone"
 "${VENV}/bin/python" scripts/reproduce.py

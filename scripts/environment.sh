@@ -96,8 +96,10 @@ install_upstream() {
 import importlib.metadata as metadata
 import sys
 
-found = metadata.distribution("flashinfer-python")
-sys.exit(found.version != sys.argv[2] or not str(found.locate_file("")).startswith(sys.argv[1]))
+for found in metadata.distributions(name="flashinfer-python"):
+    in_venv = str(found.locate_file("")).startswith(sys.argv[1])
+    sys.exit(not in_venv or found.version != sys.argv[2])
+sys.exit(1)
 EOF
     install --no-deps --ignore-installed "${UPSTREAM}"
 }

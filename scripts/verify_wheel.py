@@ -39,7 +39,7 @@ _NAME = re.compile(
 )
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """A wheel fails a check."""
 
 
@@ -60,7 +60,7 @@ class Wheel:
         """Unpack ``file`` into ``root``."""
         match = _NAME.fullmatch(file.name)
         if match is None:
-            raise Unfit(
+            raise UnfitError(
                 f"{file.name} is not named like flashinfer-0.1.0+cu130.sm90-py3-none-….whl"
             )
         with zipfile.ZipFile(file) as archive:
@@ -90,7 +90,7 @@ class Wheel:
         """Read a file of the ``.dist-info`` directory."""
         file = self.root / self.metadata / name
         if not file.is_file():
-            raise Unfit(f"{self.metadata}/{name} is missing")
+            raise UnfitError(f"{self.metadata}/{name} is missing")
         return file.read_text()
 
 
@@ -98,7 +98,7 @@ def check_size(wheel: Wheel) -> str:
     """It stays small enough to install without a thought."""
     size = wheel.file.stat().st_size
     if size >= MOST_BYTES:
-        raise Unfit(f"{size:,} bytes; {MOST_BYTES:,} are too many")
+        raise UnfitError(f"{size:,} bytes; {MOST_BYTES:,} are too many")
     return f"{size:,} bytes"
 
 
@@ -106,12 +106,12 @@ def check_record(wheel: Wheel) -> str:
     """RECORD lists every file with its hash."""
     rows = {row[0]: row[1] for row in csv.reader(wheel.text("RECORD").splitlines())}
     if difference := wheel.paths ^ set(rows):
-        raise Unfit(f"RECORD and contents differ in {sorted(difference)}")
+        raise UnfitError(f"RECORD and contents differ in {sorted(difference)}")
     for name, expected in rows.items():
         digest = hashlib.sha256((wheel.root / name).read_bytes()).digest()
         actual = f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}"
         if expected != actual and name != f"{wheel.metadata}/RECORD":
-            raise Unfit(f"{name} does not have the hash in RECORD")
+            raise UnfitError(f"{name} does not have the hash in RECORD")
     return f"{len(rows)} files"
 
 
@@ -119,27 +119,29 @@ def check_metadata(wheel: Wheel) -> str:
     """It installs as purelib, beside flashinfer-python, with the dependencies it needs."""
     tags = Parser().parsestr(wheel.text("WHEEL"))
     if tags["Root-Is-Purelib"] != "true":
-        raise Unfit("Root-Is-Purelib is not true: it could land beside flashinfer-python's files")
+        raise UnfitError(
+            "Root-Is-Purelib is not true: it could land beside flashinfer-python's files"
+        )
     if tags["Tag"] != f"py3-none-{wheel.platform}":
-        raise Unfit(f"WHEEL says {tags['Tag']}, the name {wheel.platform}")
+        raise UnfitError(f"WHEEL says {tags['Tag']}, the name {wheel.platform}")
     metadata = Parser().parsestr(wheel.text("METADATA"))
     if (metadata["Name"], metadata["Version"]) != ("flashinfer", wheel.version):
-        raise Unfit(f"METADATA says {metadata['Name']} {metadata['Version']}")
+        raise UnfitError(f"METADATA says {metadata['Name']} {metadata['Version']}")
     required = metadata.get_all("Requires-Dist", [])
     names = {re.split(r"[\s<>=!~;\[(]", requirement)[0] for requirement in required}
     if names != REQUIRED:
-        raise Unfit(f"Requires-Dist names {sorted(names)}, not {sorted(REQUIRED)}")
+        raise UnfitError(f"Requires-Dist names {sorted(names)}, not {sorted(REQUIRED)}")
     return ", ".join(sorted(required))
 
 
 def check_licence(wheel: Wheel) -> str:
     """Licence and notice come with it."""
     if Parser().parsestr(wheel.text("METADATA"))["License-Expression"] != "Apache-2.0":
-        raise Unfit("METADATA does not say License-Expression: Apache-2.0")
+        raise UnfitError("METADATA does not say License-Expression: Apache-2.0")
     if "Apache License" not in wheel.text("licenses/LICENSE"):
-        raise Unfit("licenses/LICENSE is not the Apache License")
+        raise UnfitError("licenses/LICENSE is not the Apache License")
     if "flashinfer-python" not in wheel.text("licenses/NOTICE"):
-        raise Unfit("licenses/NOTICE does not say what the wheel works beside")
+        raise UnfitError("licenses/NOTICE does not say what the wheel works beside")
     return "Apache-2.0, NOTICE"
 
 
@@ -151,7 +153,7 @@ def check_contents(wheel: Wheel) -> str:
     expected |= {LIBRARY, "flashinfer/elastic/py.typed"}
     found = {path for path in wheel.paths if not path.startswith(f"{wheel.metadata}/")}
     if difference := expected ^ found:
-        raise Unfit(f"wheel and source tree differ in {sorted(difference)}")
+        raise UnfitError(f"wheel and source tree differ in {sorted(difference)}")
     return f"{len(found)} files below flashinfer/"
 
 
@@ -159,7 +161,7 @@ def check_upstream(wheel: Wheel) -> str:
     """No FlashInfer release owns a file of the same path."""
     for release in upstream.RELEASES:
         if shared := wheel.paths & upstream.owned_paths(upstream.wheel(release)):
-            raise Unfit(f"flashinfer-python {release} owns {sorted(shared)}")
+            raise UnfitError(f"flashinfer-python {release} owns {sorted(shared)}")
     return f"against {', '.join(upstream.RELEASES)}"
 
 
@@ -167,9 +169,9 @@ def check_platform(wheel: Wheel) -> str:
     """The platform tag is what auditwheel reads from the symbols."""
     audited = naming.audited_tag(wheel.file)
     if audited != wheel.platform:
-        raise Unfit(f"auditwheel says {audited}")
+        raise UnfitError(f"auditwheel says {audited}")
     if not audited.startswith("manylinux_"):
-        raise Unfit(f"{audited} is no tag to release")
+        raise UnfitError(f"{audited} is no tag to release")
     return audited
 
 
@@ -178,15 +180,15 @@ def check_device_code(wheel: Wheel) -> str:
     kernels = binary.kernels(wheel.root / LIBRARY)
     named = {f"sm_{architecture}" for architecture in wheel.architectures}
     if set(kernels) != named:
-        raise Unfit(f"the name says {sorted(named)}, the library has {sorted(kernels)}")
+        raise UnfitError(f"the name says {sorted(named)}, the library has {sorted(kernels)}")
     everywhere = frozenset.intersection(*kernels.values())
     for architecture, names in kernels.items():
         if lacking := frozenset.union(*kernels.values()) - names:
-            raise Unfit(f"{architecture} lacks {sorted(lacking)}")
+            raise UnfitError(f"{architecture} lacks {sorted(lacking)}")
     if not everywhere:
-        raise Unfit("the library has no kernels")
+        raise UnfitError("the library has no kernels")
     if images := binary.ptx(wheel.root / LIBRARY):
-        raise Unfit(f"the library holds PTX: {images}")
+        raise UnfitError(f"the library holds PTX: {images}")
     return f"{len(everywhere)} kernels for each of {', '.join(sorted(named))}"
 
 
@@ -205,7 +207,7 @@ def check_loads(wheel: Wheel) -> str:
     said = json.loads(_python("-c", _LOAD, str(wheel.root / LIBRARY)))
     expected = {"archs": list(wheel.architectures), "cuda": wheel.cuda}
     if said["built"] != expected:
-        raise Unfit(f"elastic_build_info is {said['built']}, not {expected}")
+        raise UnfitError(f"elastic_build_info is {said['built']}, not {expected}")
     return f"tvm-ffi {said['tvm_ffi']}, {said['built']}"
 
 
@@ -225,7 +227,7 @@ def check_imports(wheel: Wheel) -> str:
     """``flashinfer.elastic`` imports, costs nothing, and has the wheel's version."""
     version = _python("-S", "-c", _IMPORT, str(wheel.root))
     if version != wheel.public_version:
-        raise Unfit(f"flashinfer.elastic is {version}")
+        raise UnfitError(f"flashinfer.elastic is {version}")
     return version
 
 
@@ -254,13 +256,13 @@ def verify(file: Path) -> Iterator[tuple[str, str | None, str]]:
     with tempfile.TemporaryDirectory() as directory:
         try:
             wheel = Wheel.open(file, Path(directory).resolve())
-        except Unfit as error:
+        except UnfitError as error:
             yield "name", str(error), ""
             return
         for check in CHECKS:
             try:
                 yield check.__name__.removeprefix("check_"), None, check(wheel)
-            except Unfit as error:
+            except UnfitError as error:
                 yield check.__name__.removeprefix("check_"), str(error), ""
 
 
@@ -281,7 +283,7 @@ def _python(*arguments: str) -> str:
     """Run this interpreter and give what it printed."""
     run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     if run.returncode:
-        raise Unfit(run.stderr.strip())
+        raise UnfitError(run.stderr.strip())
     return run.stdout.strip()
 
 
