@@ -82,9 +82,8 @@ def test_cuda_home_without_nvcc_is_an_error_and_not_overlooked(
 def test_a_wrapper_on_path_leads_to_the_toolkit_behind_it(
     nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = make_toolkit(
-        tmp_path / "cuda", "13.0", library="lib", include="targets/sbsa-linux/include"
-    )
+    sbsa = "targets/sbsa-linux/include"
+    real = make_toolkit(tmp_path / "cuda", "13.0", library="lib", include=sbsa)
     wrapper = nowhere / "nvcc"
     wrapper.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
     wrapper.chmod(0o755)
