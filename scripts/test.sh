@@ -2,19 +2,35 @@
 # Lint, build the wheel and the CPU emulation, install the wheel beside FlashInfer in .venv, and run
 # the tests: those of the GPUs too, where there are GPUs. Does all set-up on a fresh machine.
 #
-#   scripts/test.sh [pytest arguments]
+#   scripts/test.sh [--wheel FILE] [pytest arguments]
+#
+# --wheel FILE tests a wheel that was built elsewhere from these sources.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+wheel=""
+if [[ "${1:-}" == --wheel ]]; then
+  [[ -f "${2:-}" ]] || die "--wheel ${2:-}: there is no such file"
+  wheel="$(realpath "$2")"
+  shift 2
+fi
+
 install_build_requirements
 bash scripts/lint.sh
-build_wheel "${VENV}/bin/python"
+if [[ -n "${wheel}" ]]; then
+  mkdir -p dist
+  rm -f dist/flashinfer-*.whl
+  cp "${wheel}" dist/
+else
+  build_wheel "${VENV}/bin/python"
+fi
 install --group verify
 say "verify the wheel"
 "${VENV}/bin/python" scripts/verify_wheel.py dist/flashinfer-*.whl
 
 install_upstream
 install_wheel
+install --group test
 say "build the CPU emulation"
 "${VENV}/bin/python" emulation/build.py
 
