@@ -6,6 +6,7 @@
 #
 # FLASHINFER_CUDA_ARCH_LIST ("9.0 10.0") says what to compile for.
 
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 case "${1:-}" in

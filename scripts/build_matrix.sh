@@ -3,6 +3,7 @@
 # combined one, in dist/matrix/ with their SHA-256 sums. The other CPU's wheels are built by running
 # this there: neither toolkit nor auditwheel crosses CPUs.
 
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 install_build_requirements

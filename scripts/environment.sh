@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: the virtual environment they share, and the steps they have in common.
 #
 # PYTHON (python3)   the interpreter .venv is made from
@@ -5,7 +6,8 @@
 
 set -euo pipefail
 
-readonly ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+readonly ROOT
 readonly VENV="${ROOT}/.venv"
 readonly TORCH="torch==2.13.0"
 readonly UPSTREAM="flashinfer-python==0.6.13"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Lint: ruff, mypy --strict, clang-format. `scripts/lint.sh --fix` rewrites what it can.
+# Lint: ruff, mypy --strict, clang-format, shellcheck. `scripts/lint.sh --fix` rewrites what it can.
 
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 make_venv
@@ -27,3 +28,5 @@ say "mypy --strict"
 "${bin}/mypy" flashinfer/elastic build_tools scripts
 say "clang-format"
 "${bin}/clang-format" --dry-run -Werror "${sources[@]}"
+say "shellcheck"
+"${bin}/shellcheck" -x scripts/*.sh .ci/run

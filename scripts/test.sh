@@ -6,6 +6,7 @@
 #
 # --wheel FILE tests a wheel that was built elsewhere from these sources.
 
+# shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 wheel=""
