@@ -177,6 +177,7 @@ void allreduce(int64_t handle, int64_t strategy, int64_t first, int64_t count,
     problem.residual_out = skip_rows(after, first, bytes);
     problem.gamma = address_of(weight);
     problem.gamma_vectors = on_vector(problem.gamma);
+    problem.inverse_hidden = 1.0f / static_cast<float>(hidden);
     problem.epsilon = static_cast<float>(epsilon);
     problem.weight_bias = static_cast<float>(weight_bias);
   }

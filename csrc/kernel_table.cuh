@@ -7,33 +7,38 @@
 
 namespace flashinfer_elastic {
 
-// A multiprocessor has room for kMaxThreads threads of such a kernel, which launch_shape.h counts
-// on.
-template <template <typename, uint32_t, typename> class Algorithm, typename T, uint32_t kRanks>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    run_kernel(const __grid_constant__ Arguments arguments) {
-  Algorithm<T, kRanks, Unicast<kRanks>>::run(arguments);
+template <template <typename, uint32_t, typename, bool> class Algorithm, typename T,
+          uint32_t kRanks, bool kWhole>
+__global__ void __launch_bounds__(kMaxThreads, kResidentThreads / kMaxThreads)
+    run_kernel(const __grid_constant__ Arguments a) {
+  Algorithm<T, kRanks, Unicast<kRanks>, kWhole>::run(a);
 }
 
-template <template <typename, uint32_t, typename> class Algorithm, typename T>
-Kernel kernel_for(uint32_t ranks) {
+template <template <typename, uint32_t, typename, bool> class Algorithm, typename T,
+          uint32_t kRanks>
+Kernel kernel_for(bool whole) {
+  return whole ? run_kernel<Algorithm, T, kRanks, true> : run_kernel<Algorithm, T, kRanks, false>;
+}
+
+template <template <typename, uint32_t, typename, bool> class Algorithm, typename T>
+Kernel kernel_for(uint32_t ranks, bool whole) {
   switch (ranks) {
     case 2:
-      return run_kernel<Algorithm, T, 2>;
+      return kernel_for<Algorithm, T, 2>(whole);
     case 3:
-      return run_kernel<Algorithm, T, 3>;
+      return kernel_for<Algorithm, T, 3>(whole);
     case 4:
-      return run_kernel<Algorithm, T, 4>;
+      return kernel_for<Algorithm, T, 4>(whole);
     case 5:
-      return run_kernel<Algorithm, T, 5>;
+      return kernel_for<Algorithm, T, 5>(whole);
     case 6:
-      return run_kernel<Algorithm, T, 6>;
+      return kernel_for<Algorithm, T, 6>(whole);
     case 7:
-      return run_kernel<Algorithm, T, 7>;
+      return kernel_for<Algorithm, T, 7>(whole);
     case 8:
-      return run_kernel<Algorithm, T, 8>;
+      return kernel_for<Algorithm, T, 8>(whole);
     default:
-      return run_kernel<Algorithm, T, 0>;
+      return kernel_for<Algorithm, T, 0>(whole);
   }
 }
 

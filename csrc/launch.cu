@@ -40,17 +40,25 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-Kernel find_kernel(Strategy strategy, ElementType type, uint32_t ranks) {
+Kernel find_kernel(Strategy strategy, ElementType type, uint32_t ranks, bool whole) {
   bool one_shot = strategy == Strategy::kOneShot;
   switch (type) {
     case ElementType::kFloat16:
-      return one_shot ? one_shot_float16(ranks) : two_shot_float16(ranks);
+      return one_shot ? one_shot_float16(ranks, whole) : two_shot_float16(ranks, whole);
     case ElementType::kBFloat16:
-      return one_shot ? one_shot_bfloat16(ranks) : two_shot_bfloat16(ranks);
+      return one_shot ? one_shot_bfloat16(ranks, whole) : two_shot_bfloat16(ranks, whole);
     case ElementType::kFloat32:
-      return one_shot ? one_shot_float32(ranks) : two_shot_float32(ranks);
+      return one_shot ? one_shot_float32(ranks, whole) : two_shot_float32(ranks, whole);
   }
   throw std::invalid_argument("unknown element type");
+}
+
+bool rows_are_whole(const Problem& problem) {
+  bool whole =
+      problem.hidden % kSegmentElements == 0 && problem.input.vectors && problem.output.vectors;
+  if (!problem.normalize) return whole;
+  return whole && problem.residual_in.vectors && problem.residual_out.vectors &&
+         problem.gamma_vectors;
 }
 
 uint64_t bytes_used(Strategy strategy, ElementType type, const Problem& problem, uint32_t ranks) {
@@ -102,9 +110,11 @@ void Context::launch(Strategy strategy, ElementType type, const Problem& problem
                                 " bytes of a buffer of " + std::to_string(group_.buffer_bytes));
   }
   DeviceGuard guard(device_);
-  Kernel kernel = find_kernel(strategy, type, group_.ranks);
+  // Ranks whose tensors are aligned differently take different kernels in grids of the same shape.
   LaunchShape shape =
       launch_shape(strategy, problem.tokens, problem.hidden, group_.ranks, multiprocessors_);
+  bool whole = rows_are_whole(problem) && one_segment_a_thread(shape, problem.hidden);
+  Kernel kernel = find_kernel(strategy, type, group_.ranks, whole);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.clusters * shape.cluster);

@@ -3,6 +3,8 @@
 
 namespace flashinfer_elastic {
 
-Kernel one_shot_bfloat16(uint32_t ranks) { return kernel_for<OneShot, BFloat16>(ranks); }
+Kernel one_shot_bfloat16(uint32_t ranks, bool whole) {
+  return kernel_for<OneShot, BFloat16>(ranks, whole);
+}
 
 }  // namespace flashinfer_elastic

@@ -3,6 +3,8 @@
 
 namespace flashinfer_elastic {
 
-Kernel one_shot_float32(uint32_t ranks) { return kernel_for<OneShot, Float32>(ranks); }
+Kernel one_shot_float32(uint32_t ranks, bool whole) {
+  return kernel_for<OneShot, Float32>(ranks, whole);
+}
 
 }  // namespace flashinfer_elastic

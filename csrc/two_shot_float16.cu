@@ -3,6 +3,8 @@
 
 namespace flashinfer_elastic {
 
-Kernel two_shot_float16(uint32_t ranks) { return kernel_for<TwoShot, Float16>(ranks); }
+Kernel two_shot_float16(uint32_t ranks, bool whole) {
+  return kernel_for<TwoShot, Float16>(ranks, whole);
+}
 
 }  // namespace flashinfer_elastic

@@ -49,6 +49,7 @@ struct Problem {
   bool gamma_vectors;
   bool gamma_float32;
   bool normalize;
+  float inverse_hidden;  // 1 / hidden
   float epsilon;
   float weight_bias;
 };

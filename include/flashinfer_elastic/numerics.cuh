@@ -34,6 +34,7 @@ struct Float16 {
     return hw::float_of_half(static_cast<uint16_t>(pair >> 16));
   }
   FE_DEVICE static uint32_t pack(float low, float high) { return hw::half2_of_floats(low, high); }
+  FE_DEVICE static uint32_t plus_zero(uint32_t pair) { return hw::half2_plus_zero(pair); }
 };
 
 struct BFloat16 {
@@ -44,6 +45,7 @@ struct BFloat16 {
   FE_DEVICE static float low(uint32_t pair) { return hw::float_of_bits(pair << 16); }
   FE_DEVICE static float high(uint32_t pair) { return hw::float_of_bits(pair & 0xffff0000u); }
   FE_DEVICE static uint32_t pack(float low, float high) { return hw::bfloat2_of_floats(low, high); }
+  FE_DEVICE static uint32_t plus_zero(uint32_t pair) { return hw::bfloat2_plus_zero(pair); }
 };
 
 struct Float32 {
@@ -51,6 +53,9 @@ struct Float32 {
   static constexpr uint32_t kWords = 2;
   static constexpr uint32_t kPerWord = 4;
   using Bits = uint32_t;
+  FE_DEVICE static uint32_t plus_zero(uint32_t bits) {
+    return hw::bits_of_float(hw::add(hw::float_of_bits(bits), 0.0f));
+  }
 };
 
 // Floats of one 16-byte word.
@@ -82,26 +87,14 @@ FE_DEVICE Word4 pack(const Floats<T>& f) {
   }
 }
 
-// -0.0 becomes +0.0 and everything else stays, bit for bit: on bits, because a float compare
-// would also catch what a flushing unit takes for zero.
-template <typename T>
-FE_DEVICE uint32_t without_negative_zero(uint32_t bits) {
-  if constexpr (T::kBytes == 4) {
-    return bits == 0x80000000u ? 0u : bits;
-  } else {
-    uint32_t low = (bits & 0x0000ffffu) == 0x00008000u ? 0u : bits & 0x0000ffffu;
-    uint32_t high = (bits & 0xffff0000u) == 0x80000000u ? 0u : bits & 0xffff0000u;
-    return low | high;
-  }
-}
-
+// -0.0 becomes +0.0 and every other number stays what it is, so that no word of data equals the
+// sentinel.
 template <typename T>
 FE_DEVICE Word4 without_negative_zero(Word4 w) {
-  return {without_negative_zero<T>(w.x), without_negative_zero<T>(w.y),
-          without_negative_zero<T>(w.z), without_negative_zero<T>(w.w)};
+  return {T::plus_zero(w.x), T::plus_zero(w.y), T::plus_zero(w.z), T::plus_zero(w.w)};
 }
 
-// fp32 accumulation in the order the caller adds, from rank 0 up.
+// fp32 accumulation in the order the caller adds, from rank 0's contribution up.
 template <typename T>
 FE_DEVICE void accumulate(Floats<T>& sum, Word4 contribution) {
   Floats<T> f = unpack<T>(contribution);
@@ -150,9 +143,9 @@ FE_DEVICE float sum_of_partials(const float* partials, uint32_t count) {
   return sum_of_lanes(sum);
 }
 
-FE_DEVICE float reciprocal_rms(float square_sum, uint32_t hidden, float epsilon) {
-  float mean = hw::div(square_sum, static_cast<float>(hidden));
-  return hw::div(1.0f, hw::sqrt(hw::add(mean, epsilon)));
+// `inverse_hidden` is 1 / hidden, rounded. The root is the correctly rounded one.
+FE_DEVICE float reciprocal_rms(float square_sum, float inverse_hidden, float epsilon) {
+  return hw::reciprocal_sqrt(hw::fma(square_sum, inverse_hidden, epsilon));
 }
 
 // `scale` holds gamma + weight_bias.

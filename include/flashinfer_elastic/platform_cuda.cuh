@@ -46,9 +46,12 @@ FE_DEVICE uint32_t cluster_count() {
 
 FE_DEVICE void sync_block() { __syncthreads(); }
 
-// Split barrier of all threads of a cluster; what was written to shared memory of any of its
-// blocks before `arrive` is visible after `wait`.
-FE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+// Split barrier of all threads of a cluster: after `wait`, every block has started and has opened
+// its mailboxes. It orders no other memory: a fence here would wait for stores to other ranks.
+FE_DEVICE void cluster_arrive() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
 FE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // All 32 lanes take part.
@@ -58,17 +61,66 @@ FE_DEVICE float shuffle_xor(float value, uint32_t mask) {
 
 // ---- shared memory ----
 
-FE_DEVICE float* shared_floats() {
-  extern __shared__ float storage[];
+// 16-byte aligned.
+FE_DEVICE void* shared_memory() {
+  extern __shared__ uint4 storage[];
   return storage;
 }
 
-// Stores to the same place in the shared memory of block `block` of this cluster.
-FE_DEVICE void store_shared_of(float* mine, uint32_t block, float value) {
-  uint32_t local = static_cast<uint32_t>(__cvta_generic_to_shared(mine));
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(block));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+FE_DEVICE uint32_t shared_address(const void* place) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
+}
+
+// Counts the floats that the blocks of a cluster drop into this block's shared memory, in phases.
+// The floats of a phase are visible to who has waited for it. A float carries its own signal, so
+// nothing waits for other stores that its sender has under way.
+struct Mailbox {
+  uint64_t barrier;
+};
+
+// By one thread, before cluster_arrive.
+FE_DEVICE void open(Mailbox* box) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(box)) : "memory");
+}
+
+// By one thread of the receiving block, once for each phase; floats may come before it.
+FE_DEVICE void expect(Mailbox* box, uint32_t floats) {
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(box)),
+               "r"(floats * 4)
+               : "memory");
+}
+
+// Drops a float at the same place of block `block`, into its mailbox at the same place.
+FE_DEVICE void post(Mailbox* box, float* place, uint32_t block, float value) {
+  uint32_t remote_place, remote_box;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote_place)
+      : "r"(shared_address(place)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote_box)
+      : "r"(shared_address(box)), "r"(block));
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          remote_place),
+      "r"(__float_as_uint(value)), "r"(remote_box)
+      : "memory");
+}
+
+// `parity` is 0 for a mailbox's first phase, 1 for its second, and so on.
+FE_DEVICE void wait(Mailbox* box, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(box)), "r"(parity)
+        : "memory");
+  } while (done == 0);
 }
 
 // ---- programmatic dependent launch ----
@@ -113,18 +165,36 @@ FE_DEVICE void store_state(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Returns the value before.
+// Returns the value before. Orders nothing: a fence would wait for stores to other ranks.
 FE_DEVICE uint32_t add_state(uint32_t* address, uint32_t value) {
   uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
                : "=r"(before)
                : "l"(address), "r"(value)
                : "memory");
   return before;
 }
 
-FE_DEVICE Word4 load_global(const Word4* address) { return *address; }
-FE_DEVICE void store_global(Word4* address, Word4 value) { *address = value; }
+// Brings a line near; a value that is needed only after a wait then costs no register meanwhile.
+FE_DEVICE void prefetch(const void* address) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+}
+
+FE_DEVICE Word4 load_global(const Word4* address) {
+  Word4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+FE_DEVICE void store_global(Word4* address, Word4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 FE_DEVICE uint32_t load_global(const uint32_t* address) { return *address; }
 FE_DEVICE void store_global(uint32_t* address, uint32_t value) { *address = value; }
 FE_DEVICE uint16_t load_global(const uint16_t* address) { return *address; }
@@ -135,8 +205,7 @@ FE_DEVICE void store_global(uint16_t* address, uint16_t value) { *address = valu
 FE_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 FE_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
 FE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-FE_DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
-FE_DEVICE float sqrt(float a) { return __fsqrt_rn(a); }
+FE_DEVICE float reciprocal_sqrt(float a) { return __frsqrt_rn(a); }
 
 FE_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
 FE_DEVICE uint32_t bits_of_float(float value) { return __float_as_uint(value); }
@@ -151,6 +220,20 @@ FE_DEVICE uint16_t half_of_float(float value) {
   uint16_t bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
+}
+
+// Adding +0.0 turns -0.0 into +0.0, in one instruction for both halves, and leaves every other
+// number as it is, subnormals included. NaNs stay NaNs.
+FE_DEVICE uint32_t half2_plus_zero(uint32_t pair) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(pair), "r"(0u));
+  return sum;
+}
+
+FE_DEVICE uint32_t bfloat2_plus_zero(uint32_t pair) {
+  uint32_t sum;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(pair), "r"(0u));
+  return sum;
 }
 
 // Two floats rounded and packed, the first in the low half.
@@ -177,13 +260,14 @@ FE_DEVICE uint64_t nanoseconds() {
 // Called in every turn of a spinning wait.
 FE_DEVICE void pause() {}
 
-FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
-                       uint64_t waited_ns) {
+[[noreturn]] FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
+                                    uint64_t waited_ns) {
   printf(
       "flashinfer.elastic: rank %u waited %llu ms for %s of rank %u, token %u: that rank has died, "
       "hangs, or made a different sequence of calls on this workspace\n",
       rank, static_cast<unsigned long long>(waited_ns / 1000000u), phase, peer, token);
-  asm volatile("trap;");
+  __trap();
+  __builtin_unreachable();
 }
 
 }  // namespace flashinfer_elastic::hw

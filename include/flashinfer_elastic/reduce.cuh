@@ -8,19 +8,31 @@
 
 namespace flashinfer_elastic {
 
-// Ranks whose words are loaded before the first is waited for, where the count is not known.
-inline constexpr uint32_t kGenericBatch = 8;
+// Ranks whose words are loaded before the first of them is waited for: as many as fit in registers.
+FE_SHARED constexpr uint32_t batch_of(uint32_t ranks) {
+  return ranks == 0 ? 4 : ranks <= 4 ? ranks : (ranks + 1) / 2;
+}
 
 // `first` is the offset of rank 0's word, `stride` the distance to the next rank's. This rank's own
 // word is `mine`; its slot is not used.
 template <typename T, uint32_t kRanks, typename Link>
 FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first, uint64_t stride,
                             Word4 mine, uint32_t token) {
-  constexpr uint32_t kBatch = kRanks != 0 ? kRanks : kGenericBatch;
+  if constexpr (kRanks == 2) {
+    // The sum of two is the same in either order.
+    uint32_t peer = 1 - group.rank;
+    Word4* slot = link.mine(first + peer * stride);
+    Word4 theirs = wait_for_word(group, slot, hw::load_shared_by_ranks(slot),
+                                 {peer, token, "the contribution"});
+    hw::reset_shared_by_ranks(slot);
+    Floats<T> sum = unpack<T>(mine);
+    accumulate<T>(sum, theirs);
+    return finish_sum<T>(sum);
+  }
+  constexpr uint32_t kBatch = batch_of(kRanks);
   uint32_t ranks = rank_count<kRanks>(group);
   Floats<T> sum;
 #pragma unroll
-  for (uint32_t i = 0; i < T::kPerWord; ++i) sum.v[i] = 0.0f;
   for (uint32_t base = 0; base < ranks; base += kBatch) {
     Word4 seen[kBatch];
 #pragma unroll
@@ -40,7 +52,11 @@ FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first
         seen[i] = wait_for_word(group, slot, seen[i], {source, token, "the contribution"});
         hw::reset_shared_by_ranks(slot);
       }
-      accumulate<T>(sum, seen[i]);
+      if (source == 0) {
+        sum = unpack<T>(seen[i]);
+      } else {
+        accumulate<T>(sum, seen[i]);
+      }
     }
   }
   return finish_sum<T>(sum);

@@ -34,7 +34,9 @@ class Turn {
   FE_DEVICE uint64_t buffer() const { return buffer_; }
 
   // Hands the turn to the next call once every block has read the epoch. All threads of the block
-  // call it once, early, so that the atomic's latency passes while data is on its way.
+  // call it once, after they have sent (the address of what a thread sends depends on the epoch, so
+  // it has been read by then) and before they wait, so that the atomic's latency passes while data
+  // is on its way.
   FE_DEVICE void pass_on() const {
     hw::sync_block();
     if (hw::thread_index() != 0) return;

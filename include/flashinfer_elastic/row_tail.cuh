@@ -11,7 +11,9 @@ namespace flashinfer_elastic {
 
 // The segments of a row that this thread works on: first(), then every thread_count() further ones.
 // Whole warps stay in the loop together, because sums over a warp's lanes need all of them; a lane
-// may find itself past the row's end (`has`).
+// may find itself past the row's end (`has`). `kWhole` promises whole vectors (rows.cuh) and no
+// more than one segment a thread.
+template <bool kWhole>
 class RowShare {
  public:
   FE_DEVICE explicit RowShare(uint32_t hidden) : segments_(segments_of(hidden)) {
@@ -26,10 +28,12 @@ class RowShare {
 
   FE_DEVICE uint32_t first() const { return first_; }
   FE_DEVICE uint32_t next(uint32_t segment) const { return segment + hw::thread_count(); }
-  FE_DEVICE bool contains(uint32_t segment) const { return segment < end_; }
+  FE_DEVICE bool contains(uint32_t segment) const {
+    return kWhole ? segment == first_ && segment < end_ : segment < end_;
+  }
   FE_DEVICE bool has(uint32_t segment) const { return segment < segments_; }
   // No thread has a second segment, so what belongs to the first may stay in registers.
-  FE_DEVICE bool single() const { return single_; }
+  FE_DEVICE bool single() const { return kWhole || single_; }
 
  private:
   uint32_t segments_;
@@ -43,20 +47,34 @@ struct Scale {
   Floats<T> word[T::kWords];
 };
 
-template <typename T>
+inline constexpr uint32_t kPartialSets = 2;
+
+template <typename T, bool kWhole>
 class RowTail {
  public:
-  FE_DEVICE RowTail(const Problem& problem, const RowShare& share)
-      : problem_(problem), share_(share), partials_(hw::shared_floats()) {
-    // A block's shared memory may be written only once the block has started.
-    if (problem_.normalize && hw::cluster_size() > 1) hw::cluster_arrive();
+  FE_DEVICE RowTail(const Problem& problem, const RowShare<kWhole>& share)
+      : problem_(problem),
+        share_(share),
+        boxes_(static_cast<hw::Mailbox*>(hw::shared_memory())),
+        partials_(reinterpret_cast<float*>(boxes_ + kSets)) {
+    if (!in_cluster()) return;
+    if (hw::thread_index() == 0) {
+      for (uint32_t i = 0; i < kSets; ++i) hw::open(boxes_ + i);
+    }
+    hw::cluster_arrive();
   }
 
-  // After wait_for_predecessor and before the first row.
+  // After wait_for_predecessor and before the first row. The weight is near by the time the first
+  // row's sum is.
   FE_DEVICE void prepare() {
     if (!problem_.normalize) return;
-    if (share_.single() && share_.has(share_.first())) scale_ = load_scale(share_.first());
-    if (hw::cluster_size() > 1) hw::cluster_wait();
+    // Before the prefetch, which its acquire would undo.
+    if (in_cluster()) hw::cluster_wait();
+    if (share_.has(share_.first())) {
+      uint32_t bytes = problem_.gamma_float32 ? Float32::kBytes : T::kBytes;
+      hw::prefetch(reinterpret_cast<const char*>(problem_.gamma) +
+                   static_cast<uint64_t>(share_.first()) * kSegmentElements * bytes);
+    }
   }
 
   // Completes a row; `sum_of(segment)` waits for, and gives, a segment of its sum. Called by all
@@ -68,7 +86,7 @@ class RowTail {
     } else {
       for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
         if (!share_.has(s)) continue;
-        store_segment<T>(problem_.output, token, s, problem_.hidden, sum_of(s));
+        store_segment<T, kWhole>(problem_.output, token, s, problem_.hidden, sum_of(s));
       }
     }
   }
@@ -82,32 +100,30 @@ class RowTail {
     for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
       float squares = 0.0f;
       if (share_.has(s)) {
-        Segment<T> residual = load_segment<T>(problem_.residual_in, token, s, hidden);
+        Segment<T> residual = load_segment<T, kWhole>(problem_.residual_in, token, s, hidden);
         row = sum_of(s);
 #pragma unroll
         for (uint32_t i = 0; i < T::kWords; ++i) {
           row.word[i] = add_rounded<T>(row.word[i], residual.word[i]);
           squares = square_sum<T>(row.word[i], squares);
         }
-        store_segment<T>(problem_.residual_out, token, s, hidden, row);
+        store_segment<T, kWhole>(problem_.residual_out, token, s, hidden, row);
       }
-      publish_partial(s / kWarpLanes, sum_of_lanes(squares));
+      publish(s / kWarpLanes, count, sum_of_lanes(squares));
     }
-    barrier();
-    float rstd = reciprocal_rms(sum_of_partials(partials_, count), hidden, problem_.epsilon);
-    swap_partials(count);
+    float rstd = reciprocal_rms(collect(count), problem_.inverse_hidden, problem_.epsilon);
     for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
       if (!share_.has(s)) continue;
+      Scale<T> scale = load_scale(s);
       if (!share_.single()) {
-        row = load_segment<T>(problem_.residual_out, token, s, hidden);
-        scale_ = load_scale(s);
+        row = load_segment<T, kWhole>(problem_.residual_out, token, s, hidden);
       }
       Segment<T> out;
 #pragma unroll
       for (uint32_t i = 0; i < T::kWords; ++i) {
-        out.word[i] = normalized<T>(row.word[i], rstd, scale_.word[i]);
+        out.word[i] = normalized<T>(row.word[i], rstd, scale.word[i]);
       }
-      store_segment<T>(problem_.output, token, s, hidden, out);
+      store_segment<T, kWhole>(problem_.output, token, s, hidden, out);
     }
   }
 
@@ -117,7 +133,7 @@ class RowTail {
     float* flat = &scale.word[0].v[0];
     if (problem_.gamma_float32) {
       Segment<Float32> g =
-          load_segment<Float32>(problem_.gamma, problem_.gamma_vectors, segment, hidden);
+          load_segment<Float32, kWhole>(problem_.gamma, problem_.gamma_vectors, segment, hidden);
 #pragma unroll
       for (uint32_t i = 0; i < Float32::kWords; ++i) {
         Floats<Float32> f = unpack<Float32>(g.word[i]);
@@ -125,7 +141,8 @@ class RowTail {
         for (uint32_t j = 0; j < Float32::kPerWord; ++j) flat[i * Float32::kPerWord + j] = f.v[j];
       }
     } else {
-      Segment<T> g = load_segment<T>(problem_.gamma, problem_.gamma_vectors, segment, hidden);
+      Segment<T> g =
+          load_segment<T, kWhole>(problem_.gamma, problem_.gamma_vectors, segment, hidden);
 #pragma unroll
       for (uint32_t i = 0; i < T::kWords; ++i) scale.word[i] = unpack<T>(g.word[i]);
     }
@@ -136,43 +153,51 @@ class RowTail {
     return scale;
   }
 
+  FE_DEVICE bool in_cluster() const { return problem_.normalize && hw::cluster_size() > 1; }
+
+  // Rows use two sets of partials in turn: a warp that is one row ahead must not overwrite what
+  // others still read. Two rows ahead is impossible, because a row needs the partials of all warps
+  // of all blocks.
+  FE_DEVICE uint32_t set() const { return row_ % kSets; }
+
   // Every block of the cluster gets every partial.
-  FE_DEVICE void publish_partial(uint32_t index, float value) const {
+  FE_DEVICE void publish(uint32_t index, uint32_t count, float value) const {
+    float* place = partials_ + set() * count + index;
     uint32_t blocks = hw::cluster_size();
     uint32_t lane = hw::thread_index() % kWarpLanes;
     if (blocks == 1) {
-      if (lane == 0) partials_[index] = value;
+      if (lane == 0) *place = value;
     } else if (lane < blocks) {
-      hw::store_shared_of(partials_ + index, lane, value);
+      hw::post(boxes_ + set(), place, lane, value);
     }
   }
 
-  FE_DEVICE void barrier() const {
+  // Waits for the row's partials, and gives their sum. Goes on to the next set.
+  FE_DEVICE float collect(uint32_t count) {
+    const float* partials = partials_ + set() * count;
     if (hw::cluster_size() == 1) {
       hw::sync_block();
     } else {
-      hw::cluster_arrive();
-      hw::cluster_wait();
+      if (hw::thread_index() == 0) hw::expect(boxes_ + set(), count);
+      hw::wait(boxes_ + set(), row_ / kSets % 2);
     }
+    ++row_;
+    return sum_of_partials(partials, count);
   }
 
-  // Rows use two sets of partials in turn: a thread that is one row ahead, past this row's barrier,
-  // must not overwrite what others still read; two rows ahead is impossible without another
-  // barrier.
-  FE_DEVICE void swap_partials(uint32_t count) {
-    float* base = hw::shared_floats();
-    partials_ = partials_ == base ? base + count : base;
-  }
+  static constexpr uint32_t kSets = kPartialSets;
 
   const Problem& problem_;
-  const RowShare& share_;
+  const RowShare<kWhole>& share_;
+  hw::Mailbox* boxes_;
   float* partials_;
-  Scale<T> scale_;
+  uint32_t row_ = 0;
 };
 
 // Shared memory a block needs, in bytes.
 FE_SHARED constexpr uint32_t row_tail_shared_bytes(uint32_t hidden) {
-  return 2 * partials_of(hidden) * static_cast<uint32_t>(sizeof(float));
+  return kPartialSets *
+         static_cast<uint32_t>(sizeof(hw::Mailbox) + partials_of(hidden) * sizeof(float));
 }
 
 }  // namespace flashinfer_elastic

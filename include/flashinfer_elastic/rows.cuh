@@ -1,5 +1,6 @@
 // Segments of the caller's matrices: vector accesses where a row allows them, single elements at
-// ragged ends and in unaligned rows. The choice changes no value.
+// ragged ends and in unaligned rows. The choice changes no value. `kWhole` says at compile time
+// that every row of every matrix is made of whole vectors.
 #pragma once
 
 #include "arguments.h"
@@ -57,12 +58,12 @@ FE_DEVICE uint32_t remaining(uint32_t first, uint32_t hidden) {
 }  // namespace detail
 
 // The elements [8*segment, 8*segment + 8) of a dense run of `hidden` elements.
-template <typename T>
+template <typename T, bool kWhole>
 FE_DEVICE Segment<T> load_segment(uint64_t run, bool vectors, uint32_t segment, uint32_t hidden) {
   Segment<T> s;
   uint32_t first = segment * kSegmentElements;
   auto* element = reinterpret_cast<const typename T::Bits*>(run) + first;
-  if (vectors && first + kSegmentElements <= hidden) {
+  if (kWhole || (vectors && first + kSegmentElements <= hidden)) {
 #pragma unroll
     for (uint32_t i = 0; i < T::kWords; ++i) {
       s.word[i] = hw::load_global(reinterpret_cast<const Word4*>(element) + i);
@@ -82,18 +83,18 @@ FE_DEVICE uint64_t row_address(const Rows& rows, uint32_t token) {
   return rows.address + static_cast<int64_t>(token) * rows.stride * T::kBytes;
 }
 
-template <typename T>
+template <typename T, bool kWhole>
 FE_DEVICE Segment<T> load_segment(const Rows& rows, uint32_t token, uint32_t segment,
                                   uint32_t hidden) {
-  return load_segment<T>(row_address<T>(rows, token), rows.vectors, segment, hidden);
+  return load_segment<T, kWhole>(row_address<T>(rows, token), rows.vectors, segment, hidden);
 }
 
-template <typename T>
+template <typename T, bool kWhole>
 FE_DEVICE void store_segment(const Rows& rows, uint32_t token, uint32_t segment, uint32_t hidden,
                              const Segment<T>& s) {
   uint32_t first = segment * kSegmentElements;
   auto* element = reinterpret_cast<typename T::Bits*>(row_address<T>(rows, token)) + first;
-  if (rows.vectors && first + kSegmentElements <= hidden) {
+  if (kWhole || (rows.vectors && first + kSegmentElements <= hidden)) {
 #pragma unroll
     for (uint32_t i = 0; i < T::kWords; ++i) {
       hw::store_global(reinterpret_cast<Word4*>(element) + i, s.word[i]);

@@ -12,15 +12,15 @@
 
 namespace flashinfer_elastic {
 
-template <typename T, uint32_t kRanks, typename Link>
+template <typename T, uint32_t kRanks, typename Link, bool kWhole>
 class TwoShot {
  public:
   // The whole kernel: a cluster of blocks works on a *team* of consecutive tokens, one per owner.
   FE_DEVICE static void run(const Arguments& arguments) {
     const Problem& problem = arguments.problem;
     const Group& group = arguments.group;
-    RowShare share(problem.hidden);
-    RowTail<T> tail(problem, share);
+    RowShare<kWhole> share(problem.hidden);
+    RowTail<T, kWhole> tail(problem, share);
     hw::wait_for_predecessor();
     hw::allow_successor();
     TwoShot op(arguments, share);
@@ -50,7 +50,7 @@ class TwoShot {
   }
 
  private:
-  FE_DEVICE TwoShot(const Arguments& arguments, const RowShare& share)
+  FE_DEVICE TwoShot(const Arguments& arguments, const RowShare<kWhole>& share)
       : group_(arguments.group),
         problem_(arguments.problem),
         share_(share),
@@ -58,7 +58,7 @@ class TwoShot {
         turn_(arguments.group) {}
 
   FE_DEVICE Segment<T> contribution(uint32_t token, uint32_t segment) const {
-    Segment<T> own = load_segment<T>(problem_.input, token, segment, problem_.hidden);
+    Segment<T> own = load_segment<T, kWhole>(problem_.input, token, segment, problem_.hidden);
 #pragma unroll
     for (uint32_t i = 0; i < T::kWords; ++i) own.word[i] = without_negative_zero<T>(own.word[i]);
     return own;
@@ -133,7 +133,7 @@ class TwoShot {
 
   const Group& group_;
   const Problem& problem_;
-  const RowShare& share_;
+  const RowShare<kWhole>& share_;
   Link link_;
   Turn turn_;
 };
