@@ -33,13 +33,8 @@ _MODULE_ATTRIBUTES = (
     "MNNVLAllreduceFusionStrategy",
     "get_trtllm_mnnvl_comm_module",
 )
-_WORKSPACE_ATTRIBUTES = (
-    "NUM_LAMPORT_BUFFERS",
-    "backend",
-    "destroy",
-    "get_required_buffer_size_bytes",
-    "is_buffer_size_sufficient",
-)
+_WORKSPACE_METHODS = ("destroy", "get_required_buffer_size_bytes", "is_buffer_size_sufficient")
+_WORKSPACE_ATTRIBUTES = (*_WORKSPACE_METHODS, "NUM_LAMPORT_BUFFERS", "backend")
 _STRATEGY_ATTRIBUTES = ("ONESHOT", "TWOSHOT", "AUTO", "select_strategy")
 
 _originals: dict[str, Any] = {}
@@ -96,6 +91,9 @@ def install(module: ModuleType) -> None:
     originals = {name: getattr(module, name) for name in replacements}
     for name, replacement in replacements.items():
         shadow.check_parameters(originals[name], replacement, name)
+    for name in _WORKSPACE_METHODS:
+        theirs, ours = getattr(upstream_class, name), getattr(workspace_class, name)
+        shadow.check_parameters(theirs, ours, f"{WORKSPACE}.{name}")
 
     _pose_as_class(workspace_class, upstream_class)
     for name, replacement in replacements.items():
@@ -115,7 +113,7 @@ def _pose_as_class(ours: type, upstream: type) -> None:
     for name, member in vars(ours).items():
         # Methods, static and cached ones too. Their annotations name upstream's own classes, which
         # ours can only name as text.
-        method, theirs = inspect.unwrap(member), inspect.unwrap(getattr(upstream, name, None))
+        method, theirs = inspect.unwrap(member), inspect.unwrap(getattr(upstream, name, member))
         if inspect.isfunction(method) and inspect.isfunction(theirs):
             method.__annotations__ = dict(theirs.__annotations__)
 
