@@ -9,23 +9,20 @@
 #include "flashinfer_elastic/words.h"
 
 namespace flashinfer_elastic::emulation {
-namespace {
-
-constexpr size_t kFailuresKept = 8;
-
-}  // namespace
 
 Fabric::Fabric(uint32_t ranks, uint64_t buffer_bytes)
     : ranks_(ranks),
       buffer_bytes_(buffer_bytes),
       rank_bytes_(kBuffers * buffer_bytes),
-      begun_(new std::atomic<uint64_t>[ranks]) {
+      begun_(new std::atomic<uint64_t>[ranks]),
+      stopped_(new std::atomic<bool>[ranks]) {
   void* memory = mmap(nullptr, ranks_ * rank_bytes_, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   memory_ = static_cast<std::byte*>(memory);
   auto* words = reinterpret_cast<uint32_t*>(memory_);
   std::fill(words, words + ranks_ * rank_bytes_ / sizeof(uint32_t), kSentinel);
+  for (uint32_t i = 0; i < ranks_; ++i) stopped_[i].store(false, std::memory_order_relaxed);
   begin_run();
 }
 
@@ -47,10 +44,21 @@ uint64_t Fabric::unread(uint32_t rank) const {
   return count - static_cast<uint64_t>(std::count(words, words + count, kSentinel));
 }
 
-void Fabric::fail(FailureKind kind, std::string message) {
+void Fabric::fail(uint32_t rank, FailureKind kind, std::string message) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (failures_.size() < kFailuresKept) failures_.push_back({kind, std::move(message)});
-  stopped_.store(true, std::memory_order_relaxed);
+  bool is_first = std::none_of(failures_.begin(), failures_.end(),
+                               [&](const Failure& failure) { return failure.rank == rank; });
+  if (is_first) failures_.push_back({rank, kind, std::move(message)});
+  for (uint32_t i = 0; i < ranks_; ++i) {
+    if (i == rank || kind != FailureKind::kTimeout) {
+      stopped_[i].store(true, std::memory_order_relaxed);
+    }
+  }
+}
+
+bool Fabric::failed() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !failures_.empty();
 }
 
 std::vector<Failure> Fabric::failures() const {

@@ -19,6 +19,7 @@ enum class FailureKind {
 };
 
 struct Failure {
+  uint32_t rank;
   FailureKind kind;
   std::string message;
 };
@@ -46,9 +47,12 @@ class Fabric {
   // Empty words left out: how many words of a rank's buffers hold something nobody has read.
   uint64_t unread(uint32_t rank) const;
 
-  // Stops all ranks. The first failures are kept.
-  void fail(FailureKind kind, std::string message);
-  bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+  // Stops `rank`, whose first failure is kept. As on devices, a rank that gave up waiting does not
+  // keep the others from finding out for themselves; anything else is an error in the kernels, and
+  // stops them all.
+  void fail(uint32_t rank, FailureKind kind, std::string message);
+  bool stopped(uint32_t rank) const { return stopped_[rank].load(std::memory_order_relaxed); }
+  bool failed() const;
   std::vector<Failure> failures() const;
 
   // Calls that a rank has begun in this run.
@@ -62,9 +66,9 @@ class Fabric {
   uint64_t rank_bytes_;
   std::byte* memory_;
   std::unique_ptr<std::atomic<uint64_t>[]> begun_;
-  std::atomic<bool> stopped_{false};
+  std::unique_ptr<std::atomic<bool>[]> stopped_;
   mutable std::mutex mutex_;
-  std::vector<Failure> failures_;
+  std::vector<Failure> failures_;  // in the order they came
 };
 
 }  // namespace flashinfer_elastic::emulation

@@ -3,6 +3,7 @@
 #include <sys/prctl.h>
 
 #include <cfenv>
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -31,6 +32,16 @@ void check_shape(const LaunchShape& shape, const Call& call, uint32_t ranks) {
       shape.threads % 32 != 0) {
     throw std::invalid_argument("no such launch shape");
   }
+}
+
+// What `kWhole` promises (row_tail.cuh).
+bool has_whole_rows(const Problem& p, const LaunchShape& shape) {
+  bool vectors = p.input.vectors && p.output.vectors;
+  if (p.normalize) {
+    vectors = vectors && p.residual_in.vectors && p.residual_out.vectors && p.gamma_vectors;
+  }
+  return vectors && p.hidden % kSegmentElements == 0 &&
+         ceil_div(partials_of(p.hidden), shape.cluster) * kWarpLanes <= shape.threads;
 }
 
 }  // namespace
@@ -106,21 +117,25 @@ Launch Group::launch(const Call& call, uint32_t rank) {
   }
   arguments.problem = problem;
   auto kernel = call.strategy == Strategy::kOneShot ? one_shot_kernel : two_shot_kernel;
-  return {kernel(call.type, ranks, call.specialised), arguments, shape,
+  bool whole = call.whole && has_whole_rows(problem, shape);
+  return {kernel({call.type, ranks, call.specialised, whole}), arguments, shape,
           row_tail_shared_bytes(problem.hidden),
           call.held_rank == rank ? call.hold : Hold::kNone};
 }
 
-void Group::run(const std::vector<Call>& calls) {
+void Group::run(const std::vector<Call>& calls, const Attendance& attendance) {
   Job job;
   job.launches.resize(settings_.ranks);
-  for (const Call& call : calls) {
+  job.late_s = attendance.late_s;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const Call& call = calls[i];
     if (call.problem.size() != settings_.ranks) {
       throw std::invalid_argument("a call needs a problem for each rank");
     }
     if (call.problem[0].tokens == 0) continue;
     for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
-      job.launches[rank].push_back(launch(call, rank));
+      Launch made = launch(call, rank);
+      if (i < attendance.calls.at(rank)) job.launches[rank].push_back(made);
     }
   }
   run(job);
@@ -133,11 +148,12 @@ void Group::run_planted_race(bool with_barrier, uint32_t* output) {
   Job job;
   job.launches.resize(settings_.ranks);
   job.launches[0].push_back(launch);
+  job.late_s.assign(settings_.ranks, 0.0);
   run(job);
 }
 
 void Group::run(Job& job) {
-  if (fabric_.stopped()) throw_failure();
+  if (fabric_.failed()) throw_failure();
   for (const auto& launches : job.launches) {
     job.progress.push_back(std::make_unique<Progress[]>(launches.size()));
   }
@@ -156,7 +172,7 @@ void Group::run(Job& job) {
       sanitizer::acquire(&job.progress[rank][i]);
     }
   }
-  if (fabric_.stopped()) throw_failure();
+  if (fabric_.failed()) throw_failure();
 }
 
 // What must hold once all ranks are done, whatever came before.
@@ -165,17 +181,17 @@ void Group::check(const Job& job) {
     std::string who = "rank " + std::to_string(rank) + ": ";
     uint64_t unread = fabric_.unread(rank);
     if (unread != 0) {
-      fabric_.fail(FailureKind::kProtocol, who + std::to_string(unread) + " words were never read");
+      fabric_.fail(rank, FailureKind::kProtocol, who + std::to_string(unread) + " words were never read");
     }
     epochs_[rank] += static_cast<uint32_t>(job.launches[rank].size());
     if (rotations_[rank].epoch != epochs_[rank] || rotations_[rank].arrived != 0) {
-      fabric_.fail(FailureKind::kProtocol,
+      fabric_.fail(rank, FailureKind::kProtocol,
                    who + "the turn counter is at " + std::to_string(rotations_[rank].epoch) +
                        " instead of " + std::to_string(epochs_[rank]) + ", with " +
                        std::to_string(rotations_[rank].arrived) + " arrived");
     }
   }
-  if (fabric_.stopped()) throw_failure();
+  if (fabric_.failed()) throw_failure();
 }
 
 void Group::throw_failure() const {
@@ -202,7 +218,7 @@ void Group::work(uint32_t rank, Multiprocessor& multiprocessor) {
     try {
       run_on(rank, multiprocessor, *job_);
     } catch (const std::exception& error) {
-      fabric_.fail(FailureKind::kMachine, error.what());
+      fabric_.fail(rank, FailureKind::kMachine, error.what());
     }
     lock.lock();
     if (--busy_ == 0) changed_.notify_all();
@@ -211,12 +227,13 @@ void Group::work(uint32_t rank, Multiprocessor& multiprocessor) {
 
 void Group::run_on(uint32_t rank, Multiprocessor& multiprocessor, Job& job) {
   multiprocessor.begin_run(&jobs_);
+  std::this_thread::sleep_for(std::chrono::duration<double>(job.late_s.at(rank)));
   const std::vector<Launch>& launches = job.launches[rank];
   Progress* progress = job.progress[rank].get();
   for (size_t i = 0; i < launches.size(); ++i) {
     multiprocessor.begin_call(launches[i], i, i == 0 ? nullptr : &progress[i - 1], &progress[i]);
     for (;;) {
-      if (fabric_.stopped()) return;
+      if (fabric_.stopped(rank)) return;
       uint32_t cluster = progress[i].taken.fetch_add(1, std::memory_order_relaxed);
       if (cluster >= launches[i].shape.clusters) break;
       multiprocessor.run_cluster(cluster);

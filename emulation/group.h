@@ -28,11 +28,18 @@ struct RunError : std::runtime_error {
 struct Call {
   Strategy strategy;
   ElementType type;
-  bool specialised;                  // use the kernel for just this group size
+  bool specialised;                  // see kernels.h
+  bool whole;                        // likewise, where the problem and the shape allow it
   std::optional<LaunchShape> shape;  // launch_shape's by default
   Hold hold;
   uint32_t held_rank;
   std::vector<Problem> problem;  // of each rank; tokens and hidden are the same
+};
+
+// What becomes of ranks in a run; of each rank.
+struct Attendance {
+  std::vector<size_t> calls;   // how many of the run's it makes before it is gone
+  std::vector<double> late_s;  // how long after the others it starts
 };
 
 struct Settings {
@@ -54,7 +61,7 @@ class Group {
 
   // Every rank makes these calls in this order, at its own pace. Throws RunError if one fails, after
   // which the group takes no more calls, as a device's context would.
-  void run(const std::vector<Call>& calls);
+  void run(const std::vector<Call>& calls, const Attendance& attendance);
   // One block of two threads on rank 0.
   void run_planted_race(bool with_barrier, uint32_t* output);
 
@@ -66,12 +73,13 @@ class Group {
   // How often a rank that was held back saw all its peers ahead of it.
   uint64_t holds_reached() const;
 
-  uint32_t multiprocessors() const { return settings_.multiprocessors; }
+  uint32_t ranks() const { return settings_.ranks; }
 
  private:
   struct Job {
     std::vector<std::vector<Launch>> launches;          // of each rank
     std::vector<std::unique_ptr<Progress[]>> progress;  // of each rank and launch
+    std::vector<double> late_s;                         // of each rank
   };
 
   void run(Job& job);

@@ -8,33 +8,39 @@
 
 namespace flashinfer_elastic::emulation {
 
-template <template <typename, uint32_t, typename> class Algorithm, typename T>
-Kernel kernel_for(uint32_t ranks, bool specialised) {
-  switch (specialised ? ranks : 0) {
+template <template <typename, uint32_t, typename, bool> class Algorithm, typename T, uint32_t kRanks>
+Kernel kernel_for(bool whole) {
+  return whole ? Algorithm<T, kRanks, Unicast<kRanks>, true>::run
+               : Algorithm<T, kRanks, Unicast<kRanks>, false>::run;
+}
+
+template <template <typename, uint32_t, typename, bool> class Algorithm, typename T>
+Kernel kernel_for(const Variant& variant) {
+  switch (variant.specialised ? variant.ranks : 0) {
     case 2:
-      return Algorithm<T, 2, Unicast<2>>::run;
+      return kernel_for<Algorithm, T, 2>(variant.whole);
     case 3:
-      return Algorithm<T, 3, Unicast<3>>::run;
+      return kernel_for<Algorithm, T, 3>(variant.whole);
     case 4:
-      return Algorithm<T, 4, Unicast<4>>::run;
+      return kernel_for<Algorithm, T, 4>(variant.whole);
     case 5:
-      return Algorithm<T, 5, Unicast<5>>::run;
+      return kernel_for<Algorithm, T, 5>(variant.whole);
     case 8:
-      return Algorithm<T, 8, Unicast<8>>::run;
+      return kernel_for<Algorithm, T, 8>(variant.whole);
     default:
-      return Algorithm<T, 0, Unicast<0>>::run;
+      return kernel_for<Algorithm, T, 0>(variant.whole);
   }
 }
 
-template <template <typename, uint32_t, typename> class Algorithm>
-Kernel kernel_for(ElementType type, uint32_t ranks, bool specialised) {
-  switch (type) {
+template <template <typename, uint32_t, typename, bool> class Algorithm>
+Kernel kernel_for(const Variant& variant) {
+  switch (variant.type) {
     case ElementType::kFloat16:
-      return kernel_for<Algorithm, Float16>(ranks, specialised);
+      return kernel_for<Algorithm, Float16>(variant);
     case ElementType::kBFloat16:
-      return kernel_for<Algorithm, BFloat16>(ranks, specialised);
+      return kernel_for<Algorithm, BFloat16>(variant);
     case ElementType::kFloat32:
-      return kernel_for<Algorithm, Float32>(ranks, specialised);
+      return kernel_for<Algorithm, Float32>(variant);
   }
   return nullptr;
 }

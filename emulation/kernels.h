@@ -6,10 +6,16 @@
 
 namespace flashinfer_elastic::emulation {
 
-// `specialised` picks the kernel compiled for just this number of ranks, where there is one, as a
-// device launch does; otherwise the one for any number.
-Kernel one_shot_kernel(ElementType type, uint32_t ranks, bool specialised);
-Kernel two_shot_kernel(ElementType type, uint32_t ranks, bool specialised);
+// Of the kernels of an algorithm, the one to launch.
+struct Variant {
+  ElementType type;
+  uint32_t ranks;
+  bool specialised;  // compiled for just this number of ranks, if there is one; else for any
+  bool whole;        // every row is made of whole vectors, one a thread
+};
+
+Kernel one_shot_kernel(const Variant& variant);
+Kernel two_shot_kernel(const Variant& variant);
 
 // Threads 0 and 1 of a block pass a number through shared memory, with or without the barrier that
 // this takes: shows that ThreadSanitizer sees what fibers do.

@@ -22,6 +22,16 @@ struct Barrier {
   char tags[2];
 };
 
+// A barrier in shared memory that a phase completes once it was told how many floats to expect and
+// so many have come.
+struct Mailbox {
+  int32_t missing;     // floats expected less floats that came; negative while nothing is expected
+  uint32_t unexpected; // 1 until the phase was told what to expect
+  uint32_t phase;
+  Thread* waiting;
+  char tags[2];
+};
+
 struct Warp {
   uint32_t arrived;
   uint32_t phase;
@@ -31,7 +41,7 @@ struct Warp {
 
 struct Block {
   uint32_t index;  // in its cluster
-  float* shared;
+  std::byte* shared;
   Barrier barrier;
 };
 
@@ -71,8 +81,16 @@ void sync_block();
 void cluster_arrive();
 void cluster_wait();
 float shuffle_xor(float value, uint32_t mask);
-// The place of this block's `mine` in block `block` of the cluster.
-float* shared_of(float* mine, uint32_t block);
+
+// The place, `bytes` long, that `mine` of this block is in block `block` of the cluster.
+void* shared_of(void* mine, size_t bytes, uint32_t block);
+void open_mailbox(Mailbox* box);
+void expect_in_mailbox(Mailbox* box, uint32_t floats);
+void wait_for_mailbox(Mailbox* box, uint32_t parity);
+// With random delays, a post may be left to come at any later time. If not, the caller stores the
+// value and then completes the post.
+bool post_later(Mailbox* box, float* place, float value);
+void complete_post(Mailbox* box);
 
 void wait_for_predecessor();
 

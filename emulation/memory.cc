@@ -30,7 +30,7 @@ Parts parts_of(Word4 w) { return {w.x, w.y, w.z, w.w}; }
     std::snprintf(text, sizeof(text), "rank %u, call %llu, %s at %p: %s", m.rank(),
                   static_cast<unsigned long long>(m.call()), verb, address, what);
   }
-  m.fabric().fail(FailureKind::kProtocol, text);
+  m.fabric().fail(m.rank(), FailureKind::kProtocol, text);
   throw Cancelled{};
 }
 

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -59,12 +60,13 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
                                      const std::optional<Arrays>& gamma, float epsilon,
                                      float weight_bias,
                                      std::optional<std::array<uint32_t, 3>> shape, bool specialised,
-                                     const std::string& hold, uint32_t held_rank) {
+                                     bool whole, const std::string& hold, uint32_t held_rank) {
   auto bound = std::make_unique<BoundCall>();
   Call& call = bound->call;
   call.strategy = strategy;
   call.type = type;
   call.specialised = specialised;
+  call.whole = whole;
   if (shape) call.shape = LaunchShape{(*shape)[0], (*shape)[1], (*shape)[2]};
   call.hold = hold_named(hold);
   call.held_rank = held_rank;
@@ -86,6 +88,7 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
     problem.input = rows_of(input[rank], type, tokens, hidden, false);
     problem.output = rows_of(output[rank], type, tokens, hidden, true);
     problem.normalize = normalize;
+    problem.inverse_hidden = 1.0f / static_cast<float>(hidden);
     problem.epsilon = epsilon;
     problem.weight_bias = weight_bias;
     if (normalize) {
@@ -110,12 +113,18 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
   return bound;
 }
 
-void run(Group& group, const std::vector<const BoundCall*>& calls) {
+void run(Group& group, const std::vector<const BoundCall*>& calls,
+         const std::map<uint32_t, size_t>& absent, const std::map<uint32_t, double>& late) {
   std::vector<Call> plain;
   plain.reserve(calls.size());
   for (const BoundCall* call : calls) plain.push_back(call->call);
+  Attendance attendance;
+  attendance.calls.assign(group.ranks(), plain.size());
+  attendance.late_s.assign(group.ranks(), 0.0);
+  for (auto [rank, after] : absent) attendance.calls.at(rank) = after;
+  for (auto [rank, seconds] : late) attendance.late_s.at(rank) = seconds;
   py::gil_scoped_release release;
-  group.run(plain);
+  group.run(plain, attendance);
 }
 
 uint32_t run_planted_race(Group& group, bool with_barrier) {
@@ -165,7 +174,7 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
            py::arg("input"), py::arg("output"), py::arg("residual_in") = py::none(),
            py::arg("residual_out") = py::none(), py::arg("gamma") = py::none(),
            py::arg("epsilon") = 0.0f, py::arg("weight_bias") = 0.0f,
-           py::arg("shape") = py::none(), py::arg("specialised") = true,
+           py::arg("shape") = py::none(), py::arg("specialised") = true, py::arg("whole") = true,
            py::arg("hold") = "none", py::arg("held_rank") = 0);
 
   py::class_<Group>(m, "Group")
@@ -179,7 +188,11 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
            py::arg("ranks"), py::arg("buffer_bytes"), py::kw_only(), py::arg("timeout_s") = 60.0,
            py::arg("seed") = 0, py::arg("max_delay_us") = 0, py::arg("multiprocessors") = 1,
            py::arg("first_epoch") = 0, py::arg("single_buffer") = false)
-      .def("run", &run, py::arg("calls"))
+      .def("run", &run, py::arg("calls"), py::kw_only(),
+           py::arg("absent") = std::map<uint32_t, size_t>{},
+           py::arg("late") = std::map<uint32_t, double>{},
+           "Run the calls on all ranks. A rank in `absent` stops after so many of them; one in "
+           "`late` starts so many seconds after the others.")
       .def("run_planted_race", &run_planted_race, py::kw_only(), py::arg("with_barrier"))
       .def("epoch", &Group::epoch, py::arg("rank"))
       .def("set_epoch", &Group::set_epoch, py::arg("rank"), py::arg("epoch"))
@@ -201,6 +214,7 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
   m.def("half_of_float", py::vectorize(hw::half_of_float));
   m.def("float_of_half", py::vectorize(hw::float_of_half));
   m.def("bfloat_of_float", py::vectorize(hw::bfloat_of_float));
+  m.def("reciprocal_sqrt", py::vectorize(hw::reciprocal_sqrt));
 }
 
 }  // namespace flashinfer_elastic::emulation

@@ -120,7 +120,7 @@ void Multiprocessor::begin_call(const Launch& launch, uint64_t call, Progress* p
 void Multiprocessor::hold_at_launch() {
   uint64_t since = nanoseconds();
   while (!fabric_.peers_have_begun(rank_, call_)) {
-    if (fabric_.stopped() || nanoseconds() - since > kHoldLimitNs) return;
+    if (fabric_.stopped(rank_) || nanoseconds() - since > kHoldLimitNs) return;
     sleep_ns(kIdleSleepNs);
   }
   sleep_ns(kHoldSettleNs);
@@ -173,12 +173,13 @@ void Multiprocessor::run_cluster(uint32_t index) {
   ready_.clear();
   next_.clear();
   spinning_.clear();
+  posts_.clear();
   cancelled_ = false;
   idle_turns_ = 0;
   for (uint32_t b = 0; b < shape.cluster; ++b) {
     auto* shared = static_cast<std::byte*>(arena_.take(launch_->shared_bytes + 1));
     std::fill(shared, shared + launch_->shared_bytes, std::byte{0xff});  // NaN until written
-    blocks[b] = {b, reinterpret_cast<float*>(shared), {shape.threads, 0, 0, nullptr, {}}};
+    blocks[b] = {b, shared, {shape.threads, 0, 0, nullptr, {}}};
     for (uint32_t i = 0; i < shape.threads; ++i) {
       uint32_t flat = b * shape.threads + i;
       Thread& t = thread(flat);
@@ -195,7 +196,7 @@ void Multiprocessor::run_cluster(uint32_t index) {
   schedule();
   bool intact = true;
   for (auto& fiber : fibers_) intact = intact && fiber->stack_is_intact();
-  if (!intact) fabric_.fail(FailureKind::kMachine, "a thread used up its stack");
+  if (!intact) fabric_.fail(rank_, FailureKind::kMachine, "a thread used up its stack");
 }
 
 void Multiprocessor::thread_body() {
@@ -207,7 +208,7 @@ void Multiprocessor::thread_body() {
       m.launch_->kernel(m.launch_->arguments);
     } catch (const Cancelled&) {
     } catch (const std::exception& error) {
-      m.fabric_.fail(FailureKind::kMachine, error.what());
+      m.fabric_.fail(m.rank_, FailureKind::kMachine, error.what());
     }
     sanitizer::release(m.progress_);
     m.let_others_run(ThreadState::kDone);
@@ -216,14 +217,15 @@ void Multiprocessor::thread_body() {
 
 void Multiprocessor::schedule() {
   while (live_ > 0) {
+    deliver(next_.empty() && spinning_.empty());
     if (!next_.empty()) {
       ready_.swap(next_);
     } else if (!spinning_.empty()) {
       idle();
       ready_.swap(spinning_);
     } else {
-      if (!fabric_.stopped()) {
-        fabric_.fail(FailureKind::kMachine, "rank " + std::to_string(rank_) + ", call " +
+      if (!fabric_.stopped(rank_)) {
+        fabric_.fail(rank_, FailureKind::kMachine, "rank " + std::to_string(rank_) + ", call " +
                                                 std::to_string(call_) +
                                                 ": threads wait where others never arrive");
       }
@@ -257,6 +259,25 @@ void Multiprocessor::schedule() {
     ready_.clear();
   }
   running_thread = nullptr;
+  if (!posts_.empty() && !fabric_.stopped(rank_)) {
+    fabric_.fail(rank_, FailureKind::kMachine,
+                 "rank " + std::to_string(rank_) + ", call " + std::to_string(call_) +
+                     ": a block ended before all that was posted to it had come");
+  }
+}
+
+// In random order, some or all of the posts under way.
+void Multiprocessor::deliver(bool all) {
+  for (size_t i = posts_.size(); i > 0; --i) {
+    if (!all && random(2) == 0) continue;
+    std::swap(posts_[i - 1], posts_[random(static_cast<uint32_t>(i))]);
+    std::swap(posts_[i - 1], posts_.back());
+    Post post = posts_.back();
+    posts_.pop_back();
+    *post.place = post.value;
+    --post.box->missing;
+    complete_phase(*post.box);
+  }
 }
 
 // Wakes every thread that waits for others of its cluster, to be unwound.
@@ -282,7 +303,7 @@ void Multiprocessor::let_others_run(ThreadState as) {
   Thread& self = *running_thread;
   self.state = as;
   self.fiber->switch_to(scheduler_);
-  if (as != ThreadState::kDone && (cancelled_ || fabric_.stopped())) throw Cancelled{};
+  if (as != ThreadState::kDone && (cancelled_ || fabric_.stopped(rank_))) throw Cancelled{};
 }
 
 void Multiprocessor::park(Thread*& waiting) {
@@ -300,7 +321,6 @@ void Multiprocessor::wake(Thread*& waiting) {
 }
 
 void Multiprocessor::arrive(Barrier& barrier) {
-  sanitizer::release(&barrier.tags[barrier.phase & 1]);
   if (++barrier.arrived < barrier.expected) return;
   barrier.arrived = 0;
   ++barrier.phase;
@@ -309,7 +329,45 @@ void Multiprocessor::arrive(Barrier& barrier) {
 
 void Multiprocessor::wait(Barrier& barrier, uint32_t phase) {
   while (barrier.phase == phase) park(barrier.waiting);
-  sanitizer::acquire(&barrier.tags[phase & 1]);
+}
+
+bool Multiprocessor::post_later(Mailbox& box, float* place, float value) {
+  // ThreadSanitizer must see who stores what.
+  if (!jitters() || sanitizer::kActive || random(2) == 0) return false;
+  posts_.push_back({&box, place, value});
+  return true;
+}
+
+void Multiprocessor::expect(Mailbox& box, uint32_t floats) {
+  sanitizer::release(&box.tags[box.phase & 1]);
+  box.missing += static_cast<int32_t>(floats);
+  --box.unexpected;
+  complete_phase(box);
+}
+
+void Multiprocessor::complete(Mailbox& box) {
+  sanitizer::release(&box.tags[box.phase & 1]);
+  --box.missing;
+  complete_phase(box);
+}
+
+void Multiprocessor::complete_phase(Mailbox& box) {
+  if (box.unexpected != 0) return;
+  if (box.missing < 0) {
+    fabric_.fail(rank_, FailureKind::kMachine,
+                 "rank " + std::to_string(rank_) + ", call " + std::to_string(call_) +
+                     ": a mailbox got more floats than its phase expects");
+    return;
+  }
+  if (box.missing > 0) return;
+  box.unexpected = 1;
+  ++box.phase;
+  wake(box.waiting);
+}
+
+void Multiprocessor::wait(Mailbox& box, uint32_t parity) {
+  while ((box.phase & 1) == parity) park(box.waiting);
+  sanitizer::acquire(&box.tags[parity]);
 }
 
 // A shuffle orders no memory, so ThreadSanitizer is told nothing.
@@ -343,7 +401,7 @@ Thread& self() { return *running_thread; }
 
 [[noreturn]] void misuse(const std::string& what) {
   Multiprocessor& m = *self().multiprocessor;
-  m.fabric().fail(FailureKind::kMachine, "rank " + std::to_string(m.rank()) + ", call " +
+  m.fabric().fail(m.rank(), FailureKind::kMachine, "rank " + std::to_string(m.rank()) + ", call " +
                                              std::to_string(m.call()) + ": " + what);
   throw Cancelled{};
 }
@@ -353,10 +411,13 @@ Thread& self() { return *running_thread; }
 void sync_block() {
   Barrier& barrier = self().block->barrier;
   uint32_t phase = barrier.phase;
+  sanitizer::release(&barrier.tags[phase & 1]);
   self().multiprocessor->arrive(barrier);
   self().multiprocessor->wait(barrier, phase);
+  sanitizer::acquire(&barrier.tags[phase & 1]);
 }
 
+// The cluster's barrier orders no memory, so ThreadSanitizer is told nothing.
 void cluster_arrive() {
   Thread& t = self();
   if (t.arrived) misuse("a thread arrived twice at its cluster's barrier");
@@ -376,15 +437,24 @@ float shuffle_xor(float value, uint32_t mask) {
   return self().multiprocessor->exchange(*self().warp, value, mask);
 }
 
-float* shared_of(float* mine, uint32_t block) {
+void* shared_of(void* mine, size_t bytes, uint32_t block) {
   const Thread& t = self();
-  auto offset = reinterpret_cast<std::byte*>(mine) - reinterpret_cast<std::byte*>(t.block->shared);
-  if (offset < 0 || offset + static_cast<ptrdiff_t>(sizeof(float)) > t.cluster->shared_bytes ||
-      block >= t.cluster->blocks) {
-    misuse("a store outside the cluster's shared memory");
+  auto offset = reinterpret_cast<uintptr_t>(mine) - reinterpret_cast<uintptr_t>(t.block->shared);
+  if (offset + bytes > t.cluster->shared_bytes || block >= t.cluster->blocks) {
+    misuse("an access outside the cluster's shared memory");
   }
-  return t.cluster->block[block].shared + offset / static_cast<ptrdiff_t>(sizeof(float));
+  return t.cluster->block[block].shared + offset;
 }
+
+void open_mailbox(Mailbox* box) { *box = {0, 1, 0, nullptr, {}}; }
+void expect_in_mailbox(Mailbox* box, uint32_t floats) {
+  self().multiprocessor->expect(*box, floats);
+}
+void wait_for_mailbox(Mailbox* box, uint32_t parity) { self().multiprocessor->wait(*box, parity); }
+bool post_later(Mailbox* box, float* place, float value) {
+  return self().multiprocessor->post_later(*box, place, value);
+}
+void complete_post(Mailbox* box) { self().multiprocessor->complete(*box); }
 
 void wait_for_predecessor() { self().multiprocessor->wait_for_predecessor(); }
 
@@ -403,7 +473,7 @@ void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
                 "rank %u waited %llu ms for %s of rank %u, token %u: that rank has died, hangs, or "
                 "made a different sequence of calls on this workspace",
                 rank, static_cast<unsigned long long>(waited_ns / 1'000'000), phase, peer, token);
-  self().multiprocessor->fabric().fail(FailureKind::kTimeout, text);
+  self().multiprocessor->fabric().fail(rank, FailureKind::kTimeout, text);
   throw Cancelled{};
 }
 

@@ -93,14 +93,24 @@ class Multiprocessor {
   void let_others_run(ThreadState as);
   void arrive(Barrier& barrier);
   void wait(Barrier& barrier, uint32_t phase);
+  void expect(Mailbox& box, uint32_t floats);
+  void wait(Mailbox& box, uint32_t parity);
+  void complete(Mailbox& box);
+  bool post_later(Mailbox& box, float* place, float value);
   float exchange(Warp& warp, float value, uint32_t mask);
 
  private:
-  struct Stacks;
+  struct Post {
+    Mailbox* box;
+    float* place;
+    float value;
+  };
 
   static void thread_body();
   void schedule();
   void cancel();
+  void deliver(bool all);
+  void complete_phase(Mailbox& box);
   void wake(Thread*& waiting);
   void park(Thread*& waiting);
   void idle();
@@ -133,8 +143,8 @@ class Multiprocessor {
   std::vector<Thread*> ready_;
   std::vector<Thread*> next_;
   std::vector<Thread*> spinning_;
+  std::vector<Post> posts_;  // under way
   uint32_t live_ = 0;
-  uint32_t live_limit_ = 0;
   uint32_t idle_turns_ = 0;
   bool progressed_ = false;
   bool cancelled_ = false;

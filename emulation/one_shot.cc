@@ -4,8 +4,6 @@
 
 namespace flashinfer_elastic::emulation {
 
-Kernel one_shot_kernel(ElementType type, uint32_t ranks, bool specialised) {
-  return kernel_for<OneShot>(type, ranks, specialised);
-}
+Kernel one_shot_kernel(const Variant& variant) { return kernel_for<OneShot>(variant); }
 
 }  // namespace flashinfer_elastic::emulation

@@ -6,7 +6,7 @@ namespace {
 
 template <bool kBarrier>
 void pass_a_number(const Arguments& arguments) {
-  float* place = hw::shared_floats();
+  auto* place = static_cast<float*>(hw::shared_memory());
   if (hw::thread_index() == 0) *place = 1.0f;
   if (kBarrier) hw::sync_block();
   if (hw::thread_index() == 1) {

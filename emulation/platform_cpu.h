@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "flashinfer_elastic/words.h"
 #include "machine.h"
@@ -37,11 +38,20 @@ inline void cluster_arrive() { emulation::cluster_arrive(); }
 inline void cluster_wait() { emulation::cluster_wait(); }
 inline float shuffle_xor(float value, uint32_t mask) { return emulation::shuffle_xor(value, mask); }
 
-// ---- shared memory: plain accesses, so that ThreadSanitizer sees who raced for it ----
+// ---- shared memory: plain accesses, so that ThreadSanitizer sees who races for it ----
 
-inline float* shared_floats() { return emulation::this_thread().block->shared; }
-inline void store_shared_of(float* mine, uint32_t block, float value) {
-  *emulation::shared_of(mine, block) = value;
+inline void* shared_memory() { return emulation::this_thread().block->shared; }
+
+using emulation::Mailbox;
+inline void open(Mailbox* box) { emulation::open_mailbox(box); }
+inline void expect(Mailbox* box, uint32_t floats) { emulation::expect_in_mailbox(box, floats); }
+inline void wait(Mailbox* box, uint32_t parity) { emulation::wait_for_mailbox(box, parity); }
+inline void post(Mailbox* box, float* place, uint32_t block, float value) {
+  auto* their_box = static_cast<Mailbox*>(emulation::shared_of(box, sizeof(*box), block));
+  auto* their_place = static_cast<float*>(emulation::shared_of(place, sizeof(*place), block));
+  if (emulation::post_later(their_box, their_place, value)) return;
+  *their_place = value;
+  emulation::complete_post(their_box);
 }
 
 // ---- programmatic dependent launch ----
@@ -68,8 +78,10 @@ inline void store_state(uint32_t* address, uint32_t value) {
   __atomic_store_n(address, value, __ATOMIC_RELAXED);
 }
 inline uint32_t add_state(uint32_t* address, uint32_t value) {
-  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
+
+inline void prefetch(const void*) {}
 
 inline Word4 load_global(const Word4* address) {
   emulation::check_vector(address);
@@ -105,8 +117,20 @@ inline float with_device_nan(float value) {
 inline float add(float a, float b) { return with_device_nan(a + b); }
 inline float mul(float a, float b) { return with_device_nan(a * b); }
 inline float fma(float a, float b, float c) { return with_device_nan(std::fma(a, b, c)); }
-inline float div(float a, float b) { return with_device_nan(a / b); }
-inline float sqrt(float a) { return with_device_nan(std::sqrt(a)); }
+
+// 1 / sqrt(a), rounded once: the float64 quotient is at most next to a tie, and which side of it
+// the exact value is on shows in the sign of tie**2 * a - 1, which one fma gives without error.
+inline float reciprocal_sqrt(float a) {
+  double estimate = 1.0 / std::sqrt(static_cast<double>(a));
+  float nearest = with_device_nan(static_cast<float>(estimate));
+  if (!(a > 0.0f) || std::isinf(a)) return nearest;
+  for (float other : {std::nextafter(nearest, 0.0f), std::nextafter(nearest, INFINITY)}) {
+    double tie = (static_cast<double>(nearest) + other) / 2;  // exact, and so is its square
+    bool above_tie = std::fma(tie * tie, static_cast<double>(a), -1.0) < 0;
+    if (above_tie == (other > nearest)) return other;
+  }
+  return nearest;
+}
 
 inline float float_of_half(uint16_t bits) {
   uint32_t sign = (bits & 0x8000u) << 16;
@@ -138,6 +162,20 @@ inline uint32_t half2_of_floats(float low, float high) {
   return half_of_float(low) | static_cast<uint32_t>(half_of_float(high)) << 16;
 }
 
+// Adding +0.0 to a 16-bit float leaves all but -0.0 and NaNs as they are.
+inline uint32_t plus_zero(uint32_t half, uint32_t infinity) {
+  if (half == 0x8000u) return 0;
+  return (half & 0x7fffu) > infinity ? 0x7fffu : half;
+}
+
+inline uint32_t half2_plus_zero(uint32_t pair) {
+  return plus_zero(pair & 0xffffu, 0x7c00u) | plus_zero(pair >> 16, 0x7c00u) << 16;
+}
+
+inline uint32_t bfloat2_plus_zero(uint32_t pair) {
+  return plus_zero(pair & 0xffffu, 0x7f80u) | plus_zero(pair >> 16, 0x7f80u) << 16;
+}
+
 inline uint16_t bfloat_of_float(float value) {
   uint32_t bits = bits_of_float(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
@@ -153,7 +191,7 @@ inline uint32_t bfloat2_of_floats(float low, float high) {
 inline uint64_t nanoseconds() { return emulation::nanoseconds(); }
 inline void pause() { emulation::pause(); }
 
-FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
+[[noreturn]] FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
                        uint64_t waited_ns) {
   emulation::fail_wait(rank, peer, phase, token, waited_ns);
 }

@@ -10,6 +10,7 @@
 namespace flashinfer_elastic::emulation::sanitizer {
 
 #if FLASHINFER_ELASTIC_TSAN
+inline constexpr bool kActive = true;
 // Everything done before a `release` of a tag is ordered before what follows an `acquire` of it.
 inline void release(void* tag) { __tsan_release(tag); }
 inline void acquire(void* tag) { __tsan_acquire(tag); }
@@ -20,6 +21,7 @@ inline void switch_to_fiber(void* fiber) {
   __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync);
 }
 #else
+inline constexpr bool kActive = false;
 inline void release(void*) {}
 inline void acquire(void*) {}
 inline void* create_fiber() { return nullptr; }

@@ -4,8 +4,6 @@
 
 namespace flashinfer_elastic::emulation {
 
-Kernel two_shot_kernel(ElementType type, uint32_t ranks, bool specialised) {
-  return kernel_for<TwoShot>(type, ranks, specialised);
-}
+Kernel two_shot_kernel(const Variant& variant) { return kernel_for<TwoShot>(variant); }
 
 }  // namespace flashinfer_elastic::emulation

@@ -8,6 +8,7 @@ strategies, launch shapes or threads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +59,7 @@ def without_negative_zero(bits: Bits, dtype: str) -> Bits:
     return np.where(bits == SIGN[dtype], 0, bits).astype(bits.dtype)
 
 
-def fma(a: Floats, b: Floats, c: Floats) -> Floats:
+def fma(a: Floats, b: Floats | np.float32, c: Floats | np.float32) -> Floats:
     """Give ``a * b + c`` rounded once to float32.
 
     The product is exact in float64. The sum is rounded to odd there, which a second rounding to
@@ -75,6 +76,25 @@ def fma(a: Floats, b: Floats, c: Floats) -> Floats:
     total = np.where(inexact & even, np.nextafter(total, towards), total)
     with np.errstate(over="ignore"):
         return total.astype(np.float32)
+
+
+def reciprocal_sqrt(values: Floats) -> Floats:
+    """Give ``1 / sqrt(values)`` rounded once to float32."""
+    wide = 1 / np.sqrt(values.astype(np.float64))
+    rounded = wide.astype(np.float32)
+    # The float64 quotient is off by a unit or two in its last place, which decides a rounding only
+    # next to a tie; there, exact fractions decide.
+    ulp = np.spacing(np.abs(rounded)).astype(np.float64)
+    to_tie = np.abs(np.abs(wide - rounded) - ulp / 2)
+    for i in np.flatnonzero(np.isfinite(wide) & (to_tie < np.abs(wide) * 2.0**-50)):
+        candidates = [np.nextafter(rounded.flat[i], np.float32(to)) for to in (0, np.inf)]
+        for other in candidates:
+            tie = (Fraction(float(rounded.flat[i])) + Fraction(float(other))) / 2
+            is_above = tie**2 * Fraction(float(values.flat[i])) < 1
+            if is_above == (other > rounded.flat[i]):
+                rounded.flat[i] = other
+                break
+    return rounded
 
 
 def sum_of_ranks(inputs: Bits, dtype: str) -> Bits:
@@ -140,9 +160,9 @@ def bit_exact(inputs: Bits, dtype: str, norm: Norm | None = None) -> Result:
         row = to_float(total, dtype) + to_float(norm.residual, dtype)
         residual = from_float(row, dtype)
         row = to_float(residual, dtype)
-        hidden = np.float32(row.shape[1])
-        mean = sum_of_squares(row) / hidden
-        rstd = np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon))
+        inverse_hidden = np.float32(1) / np.float32(row.shape[1])
+        mean = fma(sum_of_squares(row), inverse_hidden, np.float32(norm.epsilon))
+        rstd = reciprocal_sqrt(mean)
         scale = to_float(norm.gamma, norm.gamma_dtype) + np.float32(norm.weight_bias)
         return Result(from_float((row * rstd[:, None]) * scale, dtype), residual)
 

@@ -76,6 +76,25 @@ def test_fused_multiply_add_rounds_once() -> None:
                 assert error <= abs(Fraction(float(other)) - exact)
 
 
+def test_reciprocal_root_rounds_once(machine: ModuleType) -> None:
+    rng = np.random.default_rng(5)
+    # Two binades hold every case there is, up to a power of two.
+    every_other = np.arange(0x3F800000, 0x40800000, 2, dtype=np.uint32).view(np.float32)
+    anywhere = rng.integers(0, 0x7F800000, 1 << 18, dtype=np.uint32).view(np.float32)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -1.0, 1e-45], np.float32)
+    values = np.concatenate([every_other, anywhere, special])
+    with np.errstate(all="ignore"):
+        expected = reference.reciprocal_sqrt(values)
+    assert np.array_equal(machine.reciprocal_sqrt(values), expected, equal_nan=True)
+    for value, result in zip(anywhere[:3000], expected[len(every_other) :], strict=False):
+        if value == 0:
+            continue
+        exact = Fraction(float(value))
+        ulp = Fraction(float(np.spacing(result)))
+        low, high = Fraction(float(result)) - ulp / 2, Fraction(float(result)) + ulp / 2
+        assert low**2 * exact <= 1 <= high**2 * exact
+
+
 @pytest.mark.parametrize("dtype", harness.DTYPES)
 def test_model_agrees_with_float64(dtype: str) -> None:
     rng = np.random.default_rng(4)

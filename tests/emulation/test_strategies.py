@@ -76,7 +76,10 @@ def test_row_alone_is_row_in_batch(machine: ModuleType, dtype: str, strategy: st
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_launch_shape_changes_no_bit(machine: ModuleType, dtype: str, strategy: str) -> None:
+@pytest.mark.parametrize("hidden", [1237, 1240])  # ragged rows, and whole vectors
+def test_launch_shape_changes_no_bit(
+    machine: ModuleType, hidden: int, dtype: str, strategy: str
+) -> None:
     rng = np.random.default_rng(6)
     tokens, ranks = 9, 4
     units = tokens if strategy == "ONESHOT" else -(-tokens // ranks)
@@ -87,12 +90,20 @@ def test_launch_shape_changes_no_bit(machine: ModuleType, dtype: str, strategy: 
         for threads in (32, 64, 96, 256)
         if cluster * threads <= 512
     ]
-    problem = harness.problem(rng, dtype, ranks, tokens, 1237)
+    problem = harness.problem(rng, dtype, ranks, tokens, hidden)
     group = machine.Group(ranks, harness.buffer_for(machine, [problem]), multiprocessors=2)
-    for shape, specialised in product(shapes, (True, False)):
-        prepared = Prepared(problem)
-        group.run([prepared.call(machine, strategy, shape=shape, specialised=specialised)])
-        prepared.check((shape, specialised))
+    variants = [
+        {"shape": shape, "specialised": specialised, "whole": whole}
+        for shape in shapes
+        for specialised in (True, False)
+        for whole in ((True, False) if hidden % 8 == 0 else (False,))
+    ]
+    prepared = [Prepared(problem) for _ in variants]
+    group.run(
+        [p.call(machine, strategy, **v) for p, v in zip(prepared, variants, strict=True)]
+    )
+    for one, variant in zip(prepared, variants, strict=True):
+        one.check(variant)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
