@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import torch
+
 from allreduce_cases import (
     DTYPES,
     ONESHOT,
@@ -162,7 +163,7 @@ def outliers(spaces: Workspaces) -> None:
 def weights(spaces: Workspaces) -> None:
     for dtype, hidden in itertools.product(DTYPES, HIDDEN):
         for gamma_dtype, bias, epsilon in itertools.product(
-            {dtype, torch.float32}, (0.0, 1.0), (1e-6, 1e-5, 0.0)
+            dict.fromkeys((dtype, torch.float32)), (0.0, 1.0), (1e-6, 1e-5, 0.0)
         ):
             problem = make_problem(
                 spaces.ranks,
