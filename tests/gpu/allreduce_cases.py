@@ -56,6 +56,11 @@ class PlainBackend:
         self.allgather(b"-")
 
 
+def meet() -> None:
+    """Wait for all ranks of the world, without a collective on the GPUs."""
+    dist.all_reduce(torch.zeros(1))
+
+
 def open_workspace(
     rank: int,
     ranks: int,

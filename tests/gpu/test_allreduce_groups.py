@@ -13,6 +13,7 @@ from allreduce_cases import (
     TWOSHOT,
     PlainBackend,
     make_problem,
+    meet,
     needs_gpus,
     open_workspace,
     run_norm,
@@ -209,7 +210,7 @@ def check_groups(rank: int, ranks: int) -> dict[str, int]:
     counts = {}
     for part in PARTS:
         counts[part.__name__] = part(rank, ranks)
-        dist.barrier()
+        meet()
         torch.cuda.empty_cache()
     return counts
 
@@ -256,7 +257,7 @@ def check_subgroup(rank: int, size: int) -> int:
             calls += check_calls(place, ranks, workspace, seed=4)
             workspace.destroy()
     # Rank 0 took part in nothing but the making of the groups, and waits here.
-    dist.barrier()
+    meet()
     return calls
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from allreduce_cases import (
@@ -82,31 +81,33 @@ def check_shape(
     return calls, [digest(result) for result in results[0]]
 
 
-def check_all_shapes(rank: int, ranks: int, dtype_name: str) -> tuple[int, int, list[int]]:
-    dtype = getattr(torch, dtype_name)
-    large = open_workspace(rank, ranks, tokens=max(TOKENS), hidden=max(HIDDEN), dtype=dtype)
-    small = open_workspace(rank, ranks, buffer_bytes=CHUNK_BYTES)
-    assert small.buffer_size_bytes == CHUNK_BYTES
-    shapes = [(tokens, hidden) for tokens in TOKENS for hidden in HIDDEN]
-    shapes += [
-        (tokens, hidden) for tokens, hidden in WIDE if ranks * (hidden + 8) * 4 < CHUNK_BYTES
-    ]
-    calls = 0
-    digests = []
-    for tokens, hidden in shapes:
-        done, parts = check_shape(rank, ranks, tokens, hidden, dtype, large, small)
-        calls += done
-        digests += parts
-    large.destroy()
-    small.destroy()
-    return len(shapes), calls, torch.stack(digests).tolist()
+def check_all_shapes(rank: int, ranks: int) -> list[tuple[int, int, list[int]]]:
+    answers = []
+    for dtype in DTYPES:
+        large = open_workspace(rank, ranks, tokens=max(TOKENS), hidden=max(HIDDEN), dtype=dtype)
+        small = open_workspace(rank, ranks, buffer_bytes=CHUNK_BYTES)
+        assert small.buffer_size_bytes == CHUNK_BYTES
+        shapes = [(tokens, hidden) for tokens in TOKENS for hidden in HIDDEN]
+        # A row of every rank has to fit even the small buffer.
+        shapes += [shape for shape in WIDE if ranks * (shape[1] + 8) * dtype.itemsize < CHUNK_BYTES]
+        calls = 0
+        digests = []
+        for tokens, hidden in shapes:
+            done, parts = check_shape(rank, ranks, tokens, hidden, dtype, large, small)
+            calls += done
+            digests += parts
+        large.destroy()
+        small.destroy()
+        torch.cuda.empty_cache()
+        answers.append((len(shapes), calls, torch.stack(digests).tolist()))
+    return answers
 
 
-@pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DTYPES])
-def test_all_shapes(dtype: str) -> None:
+def test_all_shapes() -> None:
     """Float64, one-shot == two-shot == chunked, alone == in a batch, and equal on all ranks."""
-    results = run_ranks(check_all_shapes, None, dtype, timeout_s=180.0)
-    shapes, calls, digests = results[0]
-    for rank, (_, _, others) in enumerate(results):
-        assert others == digests, f"rank {rank} has other results than rank 0"
-    print(f"{dtype}: {shapes} shapes, {calls} calls a rank, {len(digests)} results on all ranks")
+    results = run_ranks(check_all_shapes, timeout_s=240.0)
+    for dtype, by_rank in zip(DTYPES, zip(*results, strict=True), strict=True):
+        shapes, calls, digests = by_rank[0]
+        for rank, (_, _, others) in enumerate(by_rank):
+            assert others == digests, f"{dtype}: rank {rank} has other results than rank 0"
+        print(f"{dtype}: {shapes} shapes, {calls} calls a rank, {len(digests)} results compared")

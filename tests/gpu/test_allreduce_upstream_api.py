@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from allreduce_cases import (
     DTYPES,
     TIMEOUT_S,
     PlainBackend,
     make_problem,
+    meet,
     needs_gpus,
     poisoned,
     strategy_named,
@@ -171,13 +171,13 @@ def checkpoint(rank: int, ranks: int) -> int:
     addresses = list(workspace.ptrs)
     calls = check_fusion(rank, ranks, workspace, 40, 4096)
     torch.cuda.synchronize()
-    dist.barrier()
+    meet()
     before = torch.cuda.mem_get_info()[0]
     for _ in range(2):
         workspace.checkpoint_prepare()
     assert torch.cuda.mem_get_info()[0] > before
     rows = torch.zeros(1, 4096, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="^MNNVL handles are not attached$"):
+    with pytest.raises(RuntimeError, match=r"^MNNVL handles are not attached$"):
         trtllm_mnnvl_allreduce(rows, workspace, False)
     for _ in range(2):
         workspace.checkpoint_restore(PlainBackend())
