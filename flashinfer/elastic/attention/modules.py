@@ -285,10 +285,20 @@ def _may_be_short(args: tuple[Any, ...], layout: Launch) -> bool:
         return False
     if layout.lse is not None and args[layout.lse] is not None:
         return True
+    if not layout.splits:
+        return False
     bound = sizing.SLACK_BYTES + sizing.COUNTER_SLAB_BYTES * layout.counter_slab
-    if layout.splits:
-        bound += sizing.scratch_bytes(args[layout.multiprocessors], _WIDEST_HEAD)
-    return bool(bound > args[layout.size]) and (layout.splits or layout.counter_slab)
+    bound += sizing.scratch_bytes(args[layout.multiprocessors], _WIDEST_HEAD)
+    return bound > _capacity(args, layout)
+
+
+def _capacity(args: tuple[Any, ...], layout: Launch) -> int:
+    """Return the bytes that a launch may use.
+
+    The size is not always the buffer's: FlashInfer's prefill wrapper passes the size of its float
+    workspace to trtllm-gen, and with it the integer one.
+    """
+    return min(int(args[layout.size]), pool.nbytes(args[layout.workspace]))
 
 
 def _with_room(args: tuple[Any, ...], layout: Launch, call: str) -> tuple[Any, ...]:
@@ -296,7 +306,8 @@ def _with_room(args: tuple[Any, ...], layout: Launch, call: str) -> tuple[Any, .
     assert layout.query is not None
     query = args[layout.query]
     heads, head_dim = query.shape[-2:]
-    need = sizing.SLACK_BYTES + sizing.COUNTER_SLAB_BYTES * layout.counter_slab
+    slab = sizing.COUNTER_SLAB_BYTES
+    need = sizing.SLACK_BYTES + slab * (layout.counter_slab or layout.tramples)
     if layout.lse is not None and args[layout.lse] is not None:
         need += sizing.statistics_bytes(heads, args[layout.batch], args[layout.max_query])
     spare = 0
@@ -306,9 +317,14 @@ def _with_room(args: tuple[Any, ...], layout: Launch, call: str) -> tuple[Any, .
         scratch = sizing.scratch_bytes(args[layout.multiprocessors], head_dim)
         need += scratch
         spare = max(sizing.SCRATCH_RESERVE_BYTES - scratch, 0)
-    if need <= args[layout.size]:
-        return args
-    return _enlarge(args, layout, need, call, "trtllm_gen_workspace", spare)
+    if need > _capacity(args, layout):
+        args = _enlarge(args, layout, need, call, "trtllm_gen_workspace", spare)
+    if layout.tramples:
+        # Context attention of 0.6.x has no counters and puts its statistics at the start, where
+        # the next decode on this workspace, or a captured one, relies on counters that are zero.
+        beyond = args[layout.workspace].view(torch.uint8)[slab:]
+        args = _with_workspace(args, layout, beyond)
+    return args
 
 
 def _enlarge(

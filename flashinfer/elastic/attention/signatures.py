@@ -48,6 +48,8 @@ class Launch(NamedTuple):
         Whether the workspace begins with 0.6.x's 8 MiB of counters.
     splits : bool
         Whether the keys may be split over CTAs, and partial results go to scratch.
+    tramples : bool
+        Whether statistics are stored where other launches of 0.6.x have their counters.
     """
 
     workspace: int
@@ -60,6 +62,7 @@ class Launch(NamedTuple):
     lse: int | None = None
     counter_slab: bool = False
     splits: bool = False
+    tramples: bool = False
 
 
 # fmt: off
@@ -69,7 +72,7 @@ TRTLLM_GEN: dict[str, dict[int, Launch]] = {
         36: Launch(5, 21, 6, 2, 9, 16, 19, 28, splits=True),
     },
     "trtllm_paged_attention_context": {
-        31: Launch(5, 21, None, 2, 8, 15, 19, 28),
+        31: Launch(5, 21, None, 2, 8, 15, 19, 28, tramples=True),
         35: Launch(5, 22, 6, 2, 9, 16, 20, 31),
         38: Launch(5, 25, 6, 2, 9, 16, 23, 34),
     },
