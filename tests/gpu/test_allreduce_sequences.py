@@ -51,6 +51,9 @@ class Case:
         for variant in range(VARIANTS):
             seed = 1000 * number + variant
             problem = make_problem(ranks, self.tokens, self.hidden, self.dtype, seed)
+            if variant == 0:
+                self.gamma = problem.gamma
+            problem = problem._replace(gamma=self.gamma)
             result = problem.expected()
             if self.fused:
                 assert result.norm is not None
@@ -60,7 +63,6 @@ class Case:
             else:
                 self.inputs.append((problem.inputs[rank].clone(),))
                 self.expected.append((result.sum,))
-            self.gamma = problem.gamma
         self.arguments = [torch.empty_like(tensor) for tensor in self.inputs[0]]
         self.results = [torch.empty_like(tensor) for tensor in self.expected[0]]
         self.variant = 0
