@@ -220,13 +220,16 @@ def kimi() -> Any:
 
 def counters() -> Any:
     """0.7.x: the caller's own counter buffer is too small."""
-    if "multi_ctas_kv_counter_buffer" not in inspect.signature(
-        flashinfer.decode.trtllm_batch_decode_with_kv_cache
-    ).parameters:
+    if (
+        "multi_ctas_kv_counter_buffer"
+        not in inspect.signature(flashinfer.decode.trtllm_batch_decode_with_kv_cache).parameters
+    ):
         return None
     buffer = torch.zeros(128 * MIB, dtype=torch.uint8)
     small = torch.zeros(128, dtype=torch.uint8)
-    first = attempt(lambda *args: decode(*args, multi_ctas_kv_counter_buffer=small), buffer, 64, False)
+    first = attempt(
+        lambda *args: decode(*args, multi_ctas_kv_counter_buffer=small), buffer, 64, False
+    )
     again = attempt(lambda *args: mla(*args, multi_ctas_kv_counter_buffer=small), buffer, 64, False)
     # Below Python, where only the launcher looks.
     op = sys.modules["flashinfer.decode"].get_trtllm_gen_fmha_module()

@@ -1,0 +1,210 @@
+"""The proxies of compiled modules, on modules made for the purpose."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.elastic.attention import modules, pool, signatures, wrappers
+
+MIB = 2**20
+PREFILL = signatures.GENERATORS["gen_batch_prefill_module"]
+TRTLLM = signatures.GENERATORS["gen_trtllm_gen_fmha_module"]
+FMHA_V2 = signatures.GENERATORS["gen_fmha_v2_module"]
+
+
+@pytest.fixture(autouse=True)
+def empty_pool() -> Iterator[None]:
+    pool._slots.clear()
+    pool._by_address.clear()
+    yield
+    pool._slots.clear()
+    pool._by_address.clear()
+
+
+def overflow(name: str, size: int, available: int) -> RuntimeError:
+    return RuntimeError(
+        f"Buffer overflow when allocating memory for {name} with size {size} and alignment 16, "
+        f"but only {available} bytes available in AlignedAllocator. Increase the workspace buffer "
+        "size."
+    )
+
+
+def load(module: Any, family: signatures.Family) -> Any:
+    spec = SimpleNamespace(build_and_load=lambda: module, name="jit name")
+    generate = modules.generator(lambda *args, **kwargs: spec, family)
+    return generate("fa2").build_and_load()
+
+
+def test_specs_and_modules_hand_everything_else_through() -> None:
+    module = SimpleNamespace(plan=None, other=lambda: 5, constant=3)
+    spec = SimpleNamespace(build_and_load=lambda: module, name="jit name")
+
+    def gen_module(backend: str) -> Any:
+        """Generate."""
+        return spec
+
+    generate = modules.generator(gen_module, PREFILL)
+    assert inspect.signature(generate) == inspect.signature(gen_module)
+    assert generate.__doc__ == "Generate."
+    wrapped = generate("fa2")
+    assert wrapped.name == "jit name"
+    loaded = wrapped.build_and_load()
+    assert loaded.other is module.other
+    assert loaded.constant == 3
+    assert not hasattr(loaded, "workspace_size")
+
+
+def test_a_function_is_not_looked_up_before_it_is_asked_for() -> None:
+    """FlashInfer 0.7's modules for several architectures compile what they are asked for."""
+    asked = []
+
+    class Module:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            if name == "plan":
+                return failing
+            raise AssertionError(name)
+
+    def failing(floats: torch.Tensor, *args: Any) -> str:
+        if pool.nbytes(floats) < 5 * MIB:
+            raise overflow("batch_prefill_tmp_v", 5 * MIB, pool.nbytes(floats))
+        return "planned"
+
+    loaded = load(Module(), PREFILL)
+    assert asked == []
+    buffers = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
+    assert loaded.plan(*buffers) == "planned"
+    assert asked == ["plan"]
+
+
+def test_an_overflow_that_growing_does_not_help_comes_through() -> None:
+    error = overflow("batch_prefill_tmp_v", 100, 10 * MIB)
+
+    def plan(*args: Any) -> None:
+        raise error
+
+    buffers = [torch.zeros(16 * MIB, dtype=torch.uint8) for _ in range(3)]
+    with pytest.raises(RuntimeError) as caught:
+        load(SimpleNamespace(plan=plan), PREFILL).plan(*buffers)
+    assert caught.value is error
+    assert pool.report() == []
+
+
+def test_an_error_on_the_second_try_is_not_chained_to_the_overflow() -> None:
+    other = RuntimeError("an illegal memory access")
+
+    def plan(floats: torch.Tensor, *args: Any) -> None:
+        if pool.nbytes(floats) < 5 * MIB:
+            raise overflow("batch_prefill_tmp_v", 5 * MIB, pool.nbytes(floats))
+        raise other
+
+    buffers = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
+    with pytest.raises(RuntimeError) as caught:
+        load(SimpleNamespace(plan=plan), PREFILL).plan(*buffers)
+    assert caught.value is other
+    assert caught.value.__context__ is None
+
+
+def test_upstreams_count_is_asked_where_there_is_one() -> None:
+    plans = []
+
+    def plan(floats: torch.Tensor, ints: torch.Tensor, locked: torch.Tensor, *args: Any) -> str:
+        plans.append((pool.nbytes(floats), pool.nbytes(ints), pool.nbytes(locked)))
+        if pool.nbytes(ints) < 9 * MIB:
+            raise overflow("batch_prefill_o_indptr", 9 * MIB, pool.nbytes(ints))
+        if pool.nbytes(floats) < 50 * MIB:
+            raise overflow("batch_prefill_tmp_v", 50 * MIB, pool.nbytes(floats))
+        return "planned"
+
+    def workspace_size(buffer: torch.Tensor, *args: Any) -> list[int]:
+        assert args == ("the", "rest")
+        return [50 * MIB, 9 * MIB]
+
+    buffers = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
+    loaded = load(SimpleNamespace(plan=plan, workspace_size=workspace_size), PREFILL)
+    assert loaded.plan(*buffers, "the", "rest") == "planned"
+    assert len(plans) == 2
+    assert plans[1][0] >= 50 * MIB
+    assert plans[1][1] == plans[1][2] >= 9 * MIB
+
+
+def test_a_launch_with_unknown_arguments_is_left_alone() -> None:
+    seen = []
+    module = SimpleNamespace(trtllm_paged_attention_decode=lambda *args: seen.append(args))
+    load(module, TRTLLM).trtllm_paged_attention_decode(1, 2, 3)
+    assert seen == [(1, 2, 3)]
+
+
+def test_fmha_v2_grows_when_it_says_so() -> None:
+    sizes = []
+
+    def run(*args: Any) -> str:
+        sizes.append(args[5])
+        assert args[5] == pool.nbytes(args[4])
+        if args[5] < 20 * MIB:
+            raise overflow("o_scratch_d", 20 * MIB, args[5] - 64)
+        return "done"
+
+    args: list[Any] = [None] * 26
+    args[4], args[5] = torch.zeros(MIB, dtype=torch.uint8), MIB
+    loaded = load(SimpleNamespace(run=run), FMHA_V2)
+    assert loaded.run(*args) == "done"
+    assert loaded.run(*args) == "done"
+    assert len(sizes) == 3
+
+
+def test_wrappers_show_the_grown_integer_workspace_and_keep_the_old_one() -> None:
+    class Wrapper:
+        def __init__(self) -> None:
+            self._int_workspace_buffer = torch.zeros(MIB, dtype=torch.uint8)
+
+    wrappers.observe(Wrapper)
+    wrapper, bystander = Wrapper(), Wrapper()
+    old, new = wrapper._int_workspace_buffer, torch.zeros(2 * MIB, dtype=torch.uint8)
+    before = bystander._int_workspace_buffer
+    wrappers.exchange(old, new)
+    assert wrapper._int_workspace_buffer is new
+    assert bystander._int_workspace_buffer is before
+    assert any(value is old for value in vars(wrapper)[wrappers._RETIRED])
+
+
+def _seconds(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    """Return the median time of a call."""
+    samples = []
+    for _ in range(60):
+        start = time.perf_counter()
+        for _ in range(200):
+            function(*args)
+        samples.append((time.perf_counter() - start) / 200)
+    return statistics.median(samples)
+
+
+def test_a_call_that_fits_costs_well_below_a_microsecond() -> None:
+    """2% of the tens of microseconds that ``plan``, ``run`` and a launch take on the host."""
+
+    def function(*args: Any) -> None:
+        pass
+
+    module = SimpleNamespace(plan=function, run=function, trtllm_paged_attention_decode=function)
+    buffers = tuple(torch.zeros(MIB, dtype=torch.uint8) for _ in range(3))
+    large = torch.zeros(128 * MIB, dtype=torch.uint8)
+    launch: list[Any] = [None] * 30
+    launch[2], launch[5], launch[18], launch[20] = torch.zeros(4, 8, 128), large, 132, 128 * MIB
+    launch[8], launch[15] = 1, 4
+    attention, trtllm = load(module, PREFILL), load(module, TRTLLM)
+    plain = _seconds(function, buffers)
+    assert _seconds(attention.plan, buffers) - plain < 0.4e-6
+    assert _seconds(attention.run, buffers) - plain < 0.4e-6
+    call = trtllm.trtllm_paged_attention_decode
+    assert _seconds(call, tuple(launch)) - _seconds(function, tuple(launch)) < 1.5e-6
+    other = torch.zeros(MIB, dtype=torch.uint8)
+    pool.grow(other, 5 * MIB, kind="float", call="test", allocation_name="part")
+    assert _seconds(attention.run, buffers) - plain < 1.5e-6

@@ -1,0 +1,270 @@
+"""The pool, on host memory: it knows no device but asks the allocator."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashinfer.elastic.attention import allocation, pool, settings
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def empty_pool() -> Iterator[None]:
+    pool._slots.clear()
+    pool._by_address.clear()
+    yield
+    pool._slots.clear()
+    pool._by_address.clear()
+
+
+def buffer(nbytes: int = MIB, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8).view(dtype)
+
+
+def grow(given: torch.Tensor, needed: int, kind: str = "float", **options: object) -> pool.Grown:
+    return pool.grow(given, needed, kind=kind, call="test", allocation_name="part", **options)  # type: ignore[arg-type]
+
+
+def capturing(monkeypatch: pytest.MonkeyPatch, value: bool = True) -> None:
+    monkeypatch.setattr(allocation, "is_capturing", lambda device: value)
+
+
+def test_nothing_has_grown_at_first() -> None:
+    given = buffer()
+    assert not pool.grown
+    assert pool.replacement(given) is given
+    assert pool.report() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float32, torch.bfloat16])
+def test_a_replacement_is_large_enough_zero_and_of_the_callers_type(dtype: torch.dtype) -> None:
+    given = buffer(MIB, dtype)
+    larger = grow(given, 5 * MIB).data
+    assert larger.dtype == dtype
+    assert larger.dim() == 1
+    assert pool.nbytes(larger) >= 5 * MIB
+    assert not larger.any()
+    assert pool.replacement(given) is larger
+
+
+def test_views_of_the_start_share_and_other_parts_do_not() -> None:
+    given = buffer(2 * MIB)
+    first, second = torch.chunk(given, 2)
+    larger = grow(given, 5 * MIB).data
+    assert pool.replacement(first.view(torch.int32)).data_ptr() == larger.data_ptr()
+    assert pool.replacement(second) is second
+    other = grow(second, 5 * MIB).data
+    assert other.data_ptr() != larger.data_ptr()
+
+
+def test_a_replacement_that_is_not_larger_is_not_used() -> None:
+    given = buffer(64 * MIB)
+    grow(given[:MIB], 5 * MIB)
+    assert pool.replacement(given) is given
+
+
+def test_growing_again_replaces_and_growing_less_does_not() -> None:
+    given = buffer()
+    first = grow(given, 5 * MIB).data
+    assert grow(given, 4 * MIB).data is first
+    second = grow(given, 50 * MIB).data
+    assert second is not first
+    assert pool.replacement(given) is second
+    assert [usage.growths for usage in pool.report()] == [2]
+
+
+def test_a_replacement_passed_in_place_of_the_buffer_belongs_to_the_same_slot() -> None:
+    given = buffer()
+    first = grow(given, 5 * MIB, "integer").data
+    second = grow(first, 50 * MIB, "integer").data
+    assert pool.replacement(given) is second
+    assert pool.replacement(first) is second
+    assert pool.replacement(second) is second
+    assert len(pool.report()) == 1
+
+
+def test_what_a_graph_captured_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = buffer()
+    first = grow(given, 5 * MIB).data
+    address = first.data_ptr()
+    capturing(monkeypatch)
+    assert pool.replacement(given) is first
+    capturing(monkeypatch, False)
+    first.fill_(7)
+    second = grow(given, 50 * MIB).data
+    assert second.data_ptr() != address
+    slot = pool.find(given)
+    assert slot is not None
+    assert [generation.data.data_ptr() for generation in slot.generations][0] == address
+    assert bool((slot.generations[0].data == 7).all())
+    assert pool.report()[0].kept >= 5 * MIB
+    del given, first
+    gc.collect()
+    grow(buffer(), 5 * MIB)
+    assert slot in pool._slots[torch.device("cpu")]
+
+
+def test_what_no_graph_captured_is_dropped() -> None:
+    given = buffer()
+    grow(given, 5 * MIB)
+    grow(given, 50 * MIB)
+    slot = pool.find(given)
+    assert slot is not None
+    assert len(slot.generations) == 1
+    assert pool.report()[0].kept == 0
+
+
+def test_nothing_is_dropped_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = buffer()
+    grow(given, 5 * MIB)
+    capturing(monkeypatch)
+    grow(given, 50 * MIB)
+    slot = pool.find(given)
+    assert slot is not None
+    assert len(slot.generations) == 2
+
+
+def test_the_memory_of_a_buffer_that_is_gone_is_returned() -> None:
+    given = buffer()
+    grow(given, 5 * MIB)
+    assert len(pool.report()) == 1
+    del given
+    gc.collect()
+    other = buffer()
+    grow(other, 5 * MIB)
+    assert len(pool.report()) == 1
+    assert len(pool.grown) == 2
+
+
+def test_an_address_that_went_to_another_allocation_is_not_mistaken() -> None:
+    given = buffer(64 * MIB)
+    address = given.data_ptr()
+    grow(given, 65 * MIB)
+    del given
+    gc.collect()
+    for _ in range(20):
+        other = buffer(64 * MIB)
+        if other.data_ptr() == address:
+            break
+    else:
+        pytest.skip("the allocator gives no address twice")
+    assert pool.replacement(other) is other
+
+
+def test_integer_workspaces_have_a_twin_and_mirror_their_plan() -> None:
+    given, locked = buffer(), buffer()
+    larger, twin = grow(given, 5 * MIB, "integer", page_locked=locked)
+    assert twin is not None
+    assert twin.numel() == larger.numel()
+    assert pool.twin(given, locked) is twin
+    assert pool.twin(buffer(), locked) is locked
+    larger[:100] = 9
+    pool.mirror(larger)
+    assert bool((given[:100] == 9).all())
+    given[:100] = 3
+    pool.mirror(given)  # not where the plan was written to
+    assert bool((given[:100] == 3).all())
+
+
+def test_the_cap_names_asked_given_cap_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.CAP, "8")
+    given = buffer()
+    with pytest.raises(pool.WorkspaceError) as caught:
+        grow(given, 9 * MIB)
+    text = str(caught.value)
+    assert str(9 * MIB) in text
+    assert str(MIB) in text
+    assert f"the cap is {8 * MIB} bytes" in text
+    assert "free" in text
+    assert pool.replacement(given) is given
+    assert pool.report() == []
+
+
+def test_the_cap_is_for_all_buffers_together_and_bends_the_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(settings.CAP, "10")
+    first, second = buffer(), buffer()
+    assert pool.nbytes(grow(first, 6 * MIB).data) == 7 * MIB
+    assert pool.nbytes(grow(second, 3 * MIB).data) == 3 * MIB
+    with pytest.raises(pool.WorkspaceError, match="hold 10485760 bytes already"):
+        grow(buffer(), 3 * MIB)
+
+
+@pytest.mark.parametrize("text", ["-1", "much", "nan", "inf"])
+def test_a_cap_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(settings.CAP, text)
+    with pytest.raises(ValueError, match=settings.CAP):
+        grow(buffer(), 5 * MIB)
+
+
+def test_short_of_memory_less_is_tried_and_then_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+    zeros = allocation.zeros
+
+    def short(nbytes: int, device: torch.device) -> torch.Tensor:
+        tried.append(nbytes)
+        if nbytes > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(nbytes, device)
+
+    monkeypatch.setattr(allocation, "zeros", short)
+    limit = 5 * MIB
+    assert pool.nbytes(grow(buffer(), 5 * MIB).data) == 5 * MIB
+    assert len(tried) == 2
+    limit = 0
+    with pytest.raises(pool.WorkspaceError, match=r"there is no cap") as caught:
+        grow(buffer(), 5 * MIB)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_growth_is_logged_once_with_both_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    given = buffer()
+    with caplog.at_level(logging.WARNING, "flashinfer.elastic"):
+        larger = grow(given, 5 * MIB).data
+        grow(given, 5 * MIB)
+        pool.replacement(given)
+    (record,) = caplog.records
+    assert str(MIB) in record.getMessage()
+    assert str(pool.nbytes(larger)) in record.getMessage()
+
+
+def test_threads_that_grow_one_buffer_agree() -> None:
+    given = buffer()
+    start = threading.Barrier(8)
+    results: list[int] = []
+
+    def work(index: int) -> None:
+        start.wait()
+        for step in range(20):
+            data = grow(given, (5 + (index + step) % 8) * MIB).data
+            assert pool.nbytes(data) >= (5 + (index + step) % 8) * MIB
+        results.append(pool.replacement(given).data_ptr())
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert len(pool.report()) == 1
+    assert pool.report()[0].growths <= 4
+
+
+def test_the_report_says_who_needed_what() -> None:
+    given = buffer()
+    grow(given, 5 * MIB)
+    pool.grow(given, 6 * MIB, kind="float", call="batch_prefill.plan", allocation_name="tmp_v")
+    grow(given, 2 * MIB)
+    (usage,) = pool.report()
+    assert (usage.given, usage.needed, usage.call) == (MIB, 6 * MIB, "batch_prefill.plan")
+    assert (usage.device, usage.kind, usage.allocation) == ("cpu", "float", "tmp_v")
