@@ -42,10 +42,12 @@ inline LaunchShape launch_shape(Strategy strategy, uint32_t tokens, uint32_t hid
   while (wider() && units * cluster * 2 <= multiprocessors * 2) cluster *= 2;
   uint32_t threads = round_up_quotient(warps, cluster) * 32;
   if (threads > kMaxThreads) threads = kMaxThreads;
-  // A cluster stays within one of up to eight groups of multiprocessors, each of which may have
-  // cluster - 1 left over.
-  uint32_t usable = multiprocessors - (multiprocessors > 64 ? 8 * (cluster - 1) : 0);
-  uint32_t resident = usable * (kResidentThreads / threads) / cluster;
+  // A cluster stays within one of up to eight groups of multiprocessors, which come in pairs. Where
+  // the blocks of a pair do not fill clusters, a group may have cluster - 1 places left over.
+  uint32_t per_multiprocessor = kResidentThreads / threads;
+  uint32_t blocks = multiprocessors * per_multiprocessor;
+  uint32_t lost = cluster > 2 * per_multiprocessor ? 8 * (cluster - 1) : 0;
+  uint32_t resident = blocks > lost ? (blocks - lost) / cluster : 0;
   if (resident == 0) resident = 1;
   return {cluster, units < resident ? units : resident, threads};
 }

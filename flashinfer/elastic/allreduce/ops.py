@@ -67,7 +67,7 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
         else:
             _check_matrix("output", output)
         check_workspace(workspace)
-        workspace.run(
+        workspace._run(
             requested(strategy), Call(input, output, dependent_launch=bool(launch_with_pdl))
         )
         return output
@@ -112,7 +112,7 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
             weight_bias,
             bool(launch_with_pdl),
         )
-        workspace.run(requested(strategy), call)
+        workspace._run(requested(strategy), call)
         return output, residual_out
 
     functions: dict[str, Callable[..., Any]] = {
@@ -202,7 +202,7 @@ class _PointerLauncher:
             call = call._replace(
                 residual_in=residual_in, residual_out=residual_out, gamma=gamma, epsilon=epsilon
             )
-        workspace.run(Strategy.ONESHOT if use_oneshot else Strategy.TWOSHOT, call)
+        workspace._run(Strategy.ONESHOT if use_oneshot else Strategy.TWOSHOT, call)
 
 
 def _with_flags(workspace_class: type, *args: Any, **kwargs: Any) -> Any:

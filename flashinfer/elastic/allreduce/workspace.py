@@ -192,7 +192,7 @@ def make_workspace_class(module: ModuleType) -> type:
             )
             return bool(required <= self.buffer_size_bytes)
 
-        def run(self, requested: strategy.Strategy | None, call: Call) -> None:
+        def _run(self, requested: strategy.Strategy | None, call: Call) -> None:
             """Launch a call in as many steps as it takes.
 
             Parameters
