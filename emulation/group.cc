@@ -40,8 +40,7 @@ bool has_whole_rows(const Problem& p, const LaunchShape& shape) {
   if (p.normalize) {
     vectors = vectors && p.residual_in.vectors && p.residual_out.vectors && p.gamma_vectors;
   }
-  return vectors && p.hidden % kSegmentElements == 0 &&
-         ceil_div(partials_of(p.hidden), shape.cluster) * kWarpLanes <= shape.threads;
+  return vectors && p.hidden % kSegmentElements == 0 && one_segment_a_thread(shape, p.hidden);
 }
 
 }  // namespace

@@ -36,6 +36,7 @@ struct Warp {
   uint32_t arrived;
   uint32_t phase;
   Thread* waiting;
+  uint64_t sleeps_until;  // scheduler's turns, see there
   float exchanged[2][32];
 };
 

@@ -27,6 +27,10 @@ constexpr uint64_t kHoldLimitNs = 200'000'000;
 // One in so many accesses to the ranks' memory lets other threads run; one in so many sleeps.
 constexpr uint32_t kYieldOneIn = 64;
 constexpr uint32_t kSleepOneIn = 4096;
+// In one of so many turns a warp falls asleep, for up to 2**kLogLongestSleep turns: long enough for
+// others to get as far ahead of it as the kernel lets them.
+constexpr uint32_t kWarpSleepsOneIn = 16;
+constexpr uint32_t kLogLongestSleep = 9;
 
 void sleep_ns(uint64_t ns) {
   timespec t{static_cast<time_t>(ns / 1'000'000'000), static_cast<long>(ns % 1'000'000'000)};
@@ -170,9 +174,11 @@ void Multiprocessor::run_cluster(uint32_t index) {
   *cluster = {index,  shape.clusters, shape.cluster,           shape.threads, launch_->shared_bytes,
               blocks, {live_, 0, 0, nullptr, {}}};
   warps_.assign(live_ / 32, Warp{});
-  ready_.clear();
-  next_.clear();
-  spinning_.clear();
+  // Room for all now: fibers, each another thread to ThreadSanitizer, must not share allocations.
+  for (std::vector<Thread*>* threads : {&ready_, &next_, &spinning_}) {
+    threads->clear();
+    threads->reserve(live_);
+  }
   posts_.clear();
   cancelled_ = false;
   idle_turns_ = 0;
@@ -193,10 +199,11 @@ void Multiprocessor::run_cluster(uint32_t index) {
       next_.push_back(&t);
     }
   }
+  sanitizer::release(cluster);
   schedule();
   bool intact = true;
   for (auto& fiber : fibers_) intact = intact && fiber->stack_is_intact();
-  if (!intact) fabric_.fail(rank_, FailureKind::kMachine, "a thread used up its stack");
+  if (!intact) fail("a thread used up its stack");
 }
 
 void Multiprocessor::thread_body() {
@@ -205,10 +212,11 @@ void Multiprocessor::thread_body() {
     Multiprocessor& m = *self.multiprocessor;
     try {
       sanitizer::acquire(m.launched_);
+      sanitizer::acquire(self.cluster);
       m.launch_->kernel(m.launch_->arguments);
     } catch (const Cancelled&) {
     } catch (const std::exception& error) {
-      m.fabric_.fail(m.rank_, FailureKind::kMachine, error.what());
+      m.fail(error.what());
     }
     sanitizer::release(m.progress_);
     m.let_others_run(ThreadState::kDone);
@@ -218,52 +226,72 @@ void Multiprocessor::thread_body() {
 void Multiprocessor::schedule() {
   while (live_ > 0) {
     deliver(next_.empty() && spinning_.empty());
-    if (!next_.empty()) {
-      ready_.swap(next_);
-    } else if (!spinning_.empty()) {
-      idle();
-      ready_.swap(spinning_);
-    } else {
-      if (!fabric_.stopped(rank_)) {
-        fabric_.fail(rank_, FailureKind::kMachine, "rank " + std::to_string(rank_) + ", call " +
-                                                std::to_string(call_) +
-                                                ": threads wait where others never arrive");
-      }
-      cancel();
+    if (take_ready()) {
+      run_ready();
       continue;
     }
-    if (jitters()) {
-      for (size_t i = ready_.size(); i > 1; --i) {
-        std::swap(ready_[i - 1], ready_[random(static_cast<uint32_t>(i))]);
-      }
-    }
-    progressed_ = false;
-    for (Thread* t : ready_) {
-      running_thread = t;
-      scheduler_.switch_to(*t->fiber);
-      switch (t->state) {
-        case ThreadState::kRunnable:
-          next_.push_back(t);
-          break;
-        case ThreadState::kSpinning:
-          spinning_.push_back(t);
-          break;
-        case ThreadState::kParked:
-          break;
-        case ThreadState::kDone:
-          --live_;
-          break;
-      }
-      progressed_ = progressed_ || t->state != ThreadState::kSpinning;
-    }
-    ready_.clear();
+    if (!fabric_.stopped(rank_)) fail("threads wait where others never arrive");
+    cancel();
   }
   running_thread = nullptr;
   if (!posts_.empty() && !fabric_.stopped(rank_)) {
-    fabric_.fail(rank_, FailureKind::kMachine,
-                 "rank " + std::to_string(rank_) + ", call " + std::to_string(call_) +
-                     ": a block ended before all that was posted to it had come");
+    fail("a block ended before all that was posted to it had come");
   }
+}
+
+// Picks the threads whose turn is next: all that can go on, or else all that spin. With random
+// delays, in random order, and without the warps that sleep.
+bool Multiprocessor::take_ready() {
+  ready_.clear();
+  if (!jitters()) {
+    ready_.swap(next_);
+  } else {
+    ++turn_;
+    if (random(kWarpSleepsOneIn) == 0) {
+      warps_[random(static_cast<uint32_t>(warps_.size()))].sleeps_until =
+          turn_ + (1u << random(kLogLongestSleep + 1));
+    }
+    auto sleeps = [&](const Thread* t) { return t->warp->sleeps_until > turn_; };
+    auto asleep = std::partition(next_.begin(), next_.end(), sleeps);
+    ready_.assign(asleep, next_.end());
+    next_.erase(asleep, next_.end());
+    if (ready_.empty() && spinning_.empty()) ready_.swap(next_);
+    for (size_t i = ready_.size(); i > 1; --i) {
+      std::swap(ready_[i - 1], ready_[random(static_cast<uint32_t>(i))]);
+    }
+  }
+  if (ready_.empty() && !spinning_.empty()) {
+    idle();
+    ready_.swap(spinning_);
+  }
+  return !ready_.empty();
+}
+
+void Multiprocessor::run_ready() {
+  progressed_ = false;
+  for (Thread* t : ready_) {
+    running_thread = t;
+    scheduler_.switch_to(*t->fiber);
+    switch (t->state) {
+      case ThreadState::kRunnable:
+        next_.push_back(t);
+        break;
+      case ThreadState::kSpinning:
+        spinning_.push_back(t);
+        break;
+      case ThreadState::kParked:
+        break;
+      case ThreadState::kDone:
+        --live_;
+        break;
+    }
+    progressed_ = progressed_ || t->state != ThreadState::kSpinning;
+  }
+}
+
+void Multiprocessor::fail(const std::string& what) {
+  fabric_.fail(rank_, FailureKind::kMachine,
+               "rank " + std::to_string(rank_) + ", call " + std::to_string(call_) + ": " + what);
 }
 
 // In random order, some or all of the posts under way.
@@ -354,9 +382,7 @@ void Multiprocessor::complete(Mailbox& box) {
 void Multiprocessor::complete_phase(Mailbox& box) {
   if (box.unexpected != 0) return;
   if (box.missing < 0) {
-    fabric_.fail(rank_, FailureKind::kMachine,
-                 "rank " + std::to_string(rank_) + ", call " + std::to_string(call_) +
-                     ": a mailbox got more floats than its phase expects");
+    fail("a mailbox got more floats than its phase expects");
     return;
   }
   if (box.missing > 0) return;
@@ -400,9 +426,7 @@ namespace {
 Thread& self() { return *running_thread; }
 
 [[noreturn]] void misuse(const std::string& what) {
-  Multiprocessor& m = *self().multiprocessor;
-  m.fabric().fail(m.rank(), FailureKind::kMachine, "rank " + std::to_string(m.rank()) + ", call " +
-                                             std::to_string(m.call()) + ": " + what);
+  self().multiprocessor->fail(what);
   throw Cancelled{};
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "fabric.h"
@@ -80,6 +81,9 @@ class Multiprocessor {
   void begin_call(const Launch& launch, uint64_t call, Progress* predecessor, Progress* progress);
   void run_cluster(uint32_t cluster);
 
+  // Stops all ranks: the kernel is wrong.
+  void fail(const std::string& what);
+
   // In [0, bound).
   uint32_t random(uint32_t bound);
   // For the running thread: perhaps lets others go first, perhaps sleeps.
@@ -108,6 +112,8 @@ class Multiprocessor {
 
   static void thread_body();
   void schedule();
+  bool take_ready();
+  void run_ready();
   void cancel();
   void deliver(bool all);
   void complete_phase(Mailbox& box);
@@ -144,6 +150,7 @@ class Multiprocessor {
   std::vector<Thread*> next_;
   std::vector<Thread*> spinning_;
   std::vector<Post> posts_;  // under way
+  uint64_t turn_ = 0;
   uint32_t live_ = 0;
   uint32_t idle_turns_ = 0;
   bool progressed_ = false;

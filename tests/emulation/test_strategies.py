@@ -107,6 +107,24 @@ def test_launch_shape_changes_no_bit(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("shape", [(4, 1, 64), (8, 1, 64), (8, 1, 32), (3, 1, 96), (2, 2, 160)])
+@pytest.mark.parametrize("hidden", [1240, 2880])
+def test_warps_that_lag(
+    machine: ModuleType, hidden: int, shape: tuple[int, int, int], strategy: str
+) -> None:
+    """Many rows a cluster, some warps and blocks of which have no part in a row, and any may sleep."""
+    rng = np.random.default_rng([10, hidden])
+    problem = harness.problem(rng, "bfloat16", 3, 12, hidden)
+    size = harness.buffer_for(machine, [problem])
+    for seed in range(4):
+        group = machine.Group(3, size, seed=seed, max_delay_us=20)
+        prepared = [Prepared(problem) for _ in range(2)]
+        group.run([p.call(machine, strategy, shape=shape) for p in prepared])
+        for one in prepared:
+            one.check()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_as_many_multiprocessors_as_a_device(machine: ModuleType, strategy: str) -> None:
     """The launch shape of a device with 132 multiprocessors, on two."""
     rng = np.random.default_rng(7)

@@ -1,0 +1,74 @@
+"""What test_threads.py runs under ThreadSanitizer: ``tsan_workload.py LIBRARY kernels|barrier|race``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+for directory in (HERE.parent.parent / "emulation", HERE):
+    sys.path.insert(0, str(directory))
+
+import emulator  # noqa: E402
+import harness  # noqa: E402
+from harness import STRATEGIES, Prepared, Problem  # noqa: E402
+
+SHAPES = (None, (1, 2, 32), (2, 1, 32), (3, 1, 32), (2, 2, 64))
+
+
+def run_kernels(machine: ModuleType) -> int:
+    """Mixed calls, some in place on the arrays of the call before; give how many."""
+    count = 0
+    for ranks, multiprocessors, delay in ((2, 3, 0), (4, 2, 0), (4, 2, 50), (5, 1, 0), (8, 1, 50)):
+        rng = np.random.default_rng(ranks)
+        problems = [
+            harness.problem(rng, dtype, ranks, tokens, hidden, normalize=normalize)
+            for dtype, normalize in (("bfloat16", True), ("float32", True), ("float16", False))
+            for tokens, hidden in ((1, 520), (3, 264), (7, 63))
+        ]
+        group = machine.Group(
+            ranks,
+            harness.buffer_for(machine, problems),
+            seed=ranks,
+            max_delay_us=delay,
+            multiprocessors=multiprocessors,
+        )
+        for strategy in STRATEGIES:
+            prepared = []
+            calls = []
+            for problem in problems:
+                for shape in SHAPES:
+                    if shape is not None and shape[1] > units(problem, strategy):
+                        continue
+                    prepared.append(Prepared(problem))
+                    calls.append(prepared[-1].call(machine, strategy, shape=shape))
+            group.run(calls)
+            for one in prepared:
+                one.check()
+            count += len(calls)
+            layers = Prepared(problems[1], aliasing="both")
+            group.run([layers.call(machine, strategy, shape=(1, 1, 64))] * 6)
+            count += 6
+    return count
+
+
+def units(problem: Problem, strategy: str) -> int:
+    """Clusters that have something to do."""
+    return problem.tokens if strategy == "ONESHOT" else -(-problem.tokens // problem.ranks)
+
+
+def main() -> None:
+    """Run what the command line names."""
+    machine = emulator.load(Path(sys.argv[1]))
+    if sys.argv[2] == "kernels":
+        print("calls:", run_kernels(machine))
+    else:
+        group = machine.Group(2, 256)
+        print("got:", group.run_planted_race(with_barrier=sys.argv[2] == "barrier"))
+
+
+if __name__ == "__main__":
+    main()
