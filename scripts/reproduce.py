@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
 
-from flashinfer.elastic.doctor.reproduce.case import EPSILON, Case, Data, Run
-from flashinfer.elastic.doctor.reproduce.report import reproduce
+    from flashinfer.elastic.doctor.reproduce.case import EPSILON, Case, Data, Run
+    from flashinfer.elastic.doctor.reproduce.report import reproduce
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}. Install the wheel beside FlashInfer; scripts/build.sh does, in .venv.")
 
 EMULATION = Path(__file__).resolve().parent.parent / "emulation"
 
