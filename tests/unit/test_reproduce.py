@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,6 +190,31 @@ def test_without_gpus_and_emulation_it_says_what_it_lacks(
     assert report.reproduce(None) == 1
     assert "GPUs that torch sees: 0. The CPU emulation" in capsys.readouterr().out
     assert report.reproduce(compute, on="gpus") == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "peers", "without_nvlink", "expected"),
+    [
+        ((9, 0), True, [], ""),
+        ((10, 3), True, [], ""),
+        ((12, 0), True, [], "the wheel has no kernels for sm120, GPU 0"),
+        ((9, 0), False, [], "GPU 0 has no peer access to GPU 1"),
+        ((9, 0), True, [(0, 1)], "no NVLink between GPUs 0 and 1"),
+    ],
+)
+def test_gpus_that_cannot_serve_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    peers: bool,
+    without_nvlink: list[tuple[int, int]],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(gpus, "count", lambda: 2)
+    monkeypatch.setattr(gpus.library, "load", lambda: SimpleNamespace(archs=(90, 100)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: peers)
+    monkeypatch.setattr(gpus, "_pairs_without_nvlink", lambda: without_nvlink)
+    assert gpus.why_not() == expected
 
 
 def installed() -> bool:

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-from flashinfer.elastic.allreduce import settings
+from flashinfer.elastic.allreduce import settings, topology
+from flashinfer.elastic.allreduce.driver import load_driver
+from flashinfer.elastic.allreduce.engines import library
+from flashinfer.elastic.allreduce.identity import identify
 
 from .case import DTYPE, EPSILON, Case, Data, Run
 
@@ -30,9 +33,16 @@ def why_not() -> str:
     """Return why the call cannot be made on this machine's GPUs; empty if it can."""
     if count() < 2:
         return f"GPUs that torch sees: {count()}"
+    archs = library.load().archs
+    for index in range(count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if not library.runs_on(archs, 10 * major + minor):
+            return f"the wheel has no kernels for sm{major}{minor}, GPU {index}"
     for a, b in itertools.permutations(range(count()), 2):
         if not torch.cuda.can_device_access_peer(a, b):
             return f"GPU {a} has no peer access to GPU {b}"
+    if pairs := _pairs_without_nvlink():
+        return "no NVLink between GPUs {} and {}".format(*pairs[0])
     return ""
 
 
@@ -135,6 +145,17 @@ def _call(case: Case, data: Data, rank: int, size: int) -> dict[str, Any]:
         }
     finally:
         workspace.destroy()
+
+
+def _pairs_without_nvlink() -> list[tuple[int, int]]:
+    """Return the pairs of GPUs for which a workspace would be refused."""
+    if topology.pcie_allowed():
+        return []
+    driver = load_driver()
+    identities = [identify(driver, driver.device(index)) for index in range(count())]
+    nvml = importlib.import_module("pynvml")
+    links = [topology.query_links(nvml, own, identities) for own in identities]
+    return topology.pairs_without_nvlink(links)
 
 
 def _load(path: Path) -> Any:
