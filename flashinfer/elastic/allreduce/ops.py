@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import compiled
 from .engines import Call
 from .strategy import Strategy
 from .workspace import find_by_pointer_table
@@ -54,6 +55,13 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
                 f"workspace must be a {workspace_class.__name__}, got {type(workspace).__name__}"
             )
 
+    def serve(workspace: Any, strategy: Any, call: Call) -> None:
+        check_workspace(workspace)
+        if torch.compiler.is_compiling():
+            compiled.allreduce(workspace._number, requested(strategy), call)
+        else:
+            workspace._run(requested(strategy), call)
+
     def trtllm_mnnvl_allreduce(
         input: torch.Tensor,
         workspace: Any,
@@ -66,10 +74,8 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
             output = torch.empty_like(input, memory_format=torch.contiguous_format)
         else:
             _check_matrix("output", output)
-        check_workspace(workspace)
-        workspace._run(
-            requested(strategy), Call(input, output, dependent_launch=bool(launch_with_pdl))
-        )
+        call = Call(input, output, dependent_launch=bool(launch_with_pdl))
+        serve(workspace, strategy, call)
         return output
 
     def trtllm_mnnvl_fused_allreduce_add_rmsnorm(
@@ -101,7 +107,6 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
             residual_out = torch.empty_like(residual_in, memory_format=torch.contiguous_format)
         else:
             _check_matrix("residual output", residual_out)
-        check_workspace(workspace)
         call = Call(
             input,
             output,
@@ -112,7 +117,7 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
             weight_bias,
             bool(launch_with_pdl),
         )
-        workspace._run(requested(strategy), call)
+        serve(workspace, strategy, call)
         return output, residual_out
 
     functions: dict[str, Callable[..., Any]] = {

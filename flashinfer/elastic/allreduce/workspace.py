@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import settings, sizing, strategy, topology
+from . import compiled, settings, sizing, strategy, topology
 from .agreement import Agreement, CollectiveError
 from .engines import Call, Engine, library
 from .engines.native import NativeEngine
@@ -116,6 +116,7 @@ def make_workspace_class(module: ModuleType) -> type:
             else:
                 self._open_upstream(mapping, agreement, plan.buffer_bytes, comm_backend)
             _by_pointer_table[int(self.uc_ptrs_dev)] = self
+            self._number = compiled.enroll(self)
 
         def _open_native(self, mapping: Any, agreement: Agreement, plan: _Plan) -> None:
             topology.require_nvlink(agreement, plan.device.index)

@@ -1,0 +1,110 @@
+"""The entry points as ``torch.compile`` sees them: functional operators on a workspace's number.
+
+Only code that is being compiled comes here; eager calls go to the workspace directly. The operators
+return new tensors, which is what a compiler can reason about. A caller's output tensors, which may
+be the input or the residual, receive copies that the compiler is free to elide.
+"""
+
+# ruff: noqa: A002 - parameters are named as in upstream's functions
+
+# Annotations stay objects here: torch reads the operators' schemas from them.
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from .engines import Call
+from .strategy import Strategy
+
+_AUTO = -1
+
+_numbers = itertools.count()
+_workspaces: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def enroll(workspace: Any) -> int:
+    """Give a workspace the number by which compiled code finds it."""
+    number = next(_numbers)
+    _workspaces[number] = workspace
+    return number
+
+
+def allreduce(number: int, requested: Strategy | None, call: Call) -> None:
+    """Run a call by an operator, and copy its results to the call's outputs."""
+    strategy = _AUTO if requested is None else int(requested)
+    if call.gamma is None:
+        output = _allreduce(number, strategy, call.input, call.dependent_launch)
+    else:
+        assert call.residual_in is not None
+        assert call.residual_out is not None
+        output, residual_out = _allreduce_add_rmsnorm(
+            number,
+            strategy,
+            call.input,
+            call.residual_in,
+            call.gamma,
+            call.epsilon,
+            call.weight_bias,
+            call.dependent_launch,
+        )
+        call.residual_out.copy_(residual_out)
+    call.output.copy_(output)
+
+
+def _run(number: int, strategy: int, call: Call) -> None:
+    workspace = _workspaces.get(number)
+    if workspace is None:
+        raise RuntimeError("The workspace that this code was compiled with no longer exists.")
+    workspace._run(None if strategy == _AUTO else Strategy(strategy), call)
+
+
+@torch.library.custom_op("flashinfer_elastic::allreduce", mutates_args=())
+def _allreduce(
+    number: int, strategy: int, input: torch.Tensor, dependent_launch: bool
+) -> torch.Tensor:
+    output = _like(input)
+    _run(number, strategy, Call(input, output, dependent_launch=dependent_launch))
+    return output
+
+
+@_allreduce.register_fake
+def _(number: int, strategy: int, input: torch.Tensor, dependent_launch: bool) -> torch.Tensor:
+    return _like(input)
+
+
+@torch.library.custom_op("flashinfer_elastic::allreduce_add_rmsnorm", mutates_args=())
+def _allreduce_add_rmsnorm(
+    number: int,
+    strategy: int,
+    input: torch.Tensor,
+    residual_in: torch.Tensor,
+    gamma: torch.Tensor,
+    epsilon: float,
+    weight_bias: float,
+    dependent_launch: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, residual_out = _like(input), _like(input)
+    call = Call(
+        input, output, residual_in, residual_out, gamma, epsilon, weight_bias, dependent_launch
+    )
+    _run(number, strategy, call)
+    return output, residual_out
+
+
+@_allreduce_add_rmsnorm.register_fake
+def _(
+    number: int,
+    strategy: int,
+    input: torch.Tensor,
+    residual_in: torch.Tensor,
+    gamma: torch.Tensor,
+    epsilon: float,
+    weight_bias: float,
+    dependent_launch: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _like(input), _like(input)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
