@@ -100,10 +100,9 @@ Launch Group::launch(const Call& call, uint32_t rank) {
                                 " bytes and the buffer has " +
                                 std::to_string(settings_.buffer_bytes));
   }
-  LaunchShape shape =
-      call.shape ? *call.shape
-                 : launch_shape(call.strategy, problem.tokens, problem.hidden, ranks,
-                                settings_.multiprocessors);
+  LaunchShape shape = call.shape ? *call.shape
+                                 : launch_shape(call.strategy, problem.tokens, problem.hidden,
+                                                ranks, settings_.multiprocessors);
   check_shape(shape, call, ranks);
   Arguments arguments{};
   arguments.group.rank = rank;
@@ -118,8 +117,7 @@ Launch Group::launch(const Call& call, uint32_t rank) {
   auto kernel = call.strategy == Strategy::kOneShot ? one_shot_kernel : two_shot_kernel;
   bool whole = call.whole && has_whole_rows(problem, shape);
   return {kernel({call.type, ranks, call.specialised, whole}), arguments, shape,
-          row_tail_shared_bytes(problem.hidden),
-          call.held_rank == rank ? call.hold : Hold::kNone};
+          row_tail_shared_bytes(problem.hidden), call.held_rank == rank ? call.hold : Hold::kNone};
 }
 
 void Group::run(const std::vector<Call>& calls, const Attendance& attendance) {
@@ -180,7 +178,8 @@ void Group::check(const Job& job) {
     std::string who = "rank " + std::to_string(rank) + ": ";
     uint64_t unread = fabric_.unread(rank);
     if (unread != 0) {
-      fabric_.fail(rank, FailureKind::kProtocol, who + std::to_string(unread) + " words were never read");
+      fabric_.fail(rank, FailureKind::kProtocol,
+                   who + std::to_string(unread) + " words were never read");
     }
     epochs_[rank] += static_cast<uint32_t>(job.launches[rank].size());
     if (rotations_[rank].epoch != epochs_[rank] || rotations_[rank].arrived != 0) {

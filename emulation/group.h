@@ -59,8 +59,8 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Every rank makes these calls in this order, at its own pace. Throws RunError if one fails, after
-  // which the group takes no more calls, as a device's context would.
+  // Every rank makes these calls in this order, at its own pace. Throws RunError if one fails,
+  // after which the group takes no more calls, as a device's context would.
   void run(const std::vector<Call>& calls, const Attendance& attendance);
   // One block of two threads on rank 0.
   void run_planted_race(bool with_barrier, uint32_t* output);

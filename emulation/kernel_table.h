@@ -8,7 +8,8 @@
 
 namespace flashinfer_elastic::emulation {
 
-template <template <typename, uint32_t, typename, bool> class Algorithm, typename T, uint32_t kRanks>
+template <template <typename, uint32_t, typename, bool> class Algorithm, typename T,
+          uint32_t kRanks>
 Kernel kernel_for(bool whole) {
   return whole ? Algorithm<T, kRanks, Unicast<kRanks>, true>::run
                : Algorithm<T, kRanks, Unicast<kRanks>, false>::run;

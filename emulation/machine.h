@@ -25,8 +25,8 @@ struct Barrier {
 // A barrier in shared memory that a phase completes once it was told how many floats to expect and
 // so many have come.
 struct Mailbox {
-  int32_t missing;     // floats expected less floats that came; negative while nothing is expected
-  uint32_t unexpected; // 1 until the phase was told what to expect
+  int32_t missing;      // floats expected less floats that came; negative while nothing is expected
+  uint32_t unexpected;  // 1 until the phase was told what to expect
   uint32_t phase;
   Thread* waiting;
   char tags[2];

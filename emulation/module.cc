@@ -74,8 +74,8 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
   bool normalize = gamma.has_value();
   if (ranks == 0 || output.size() != ranks || residual_in.has_value() != normalize ||
       residual_out.has_value() != normalize ||
-      (normalize && (gamma->size() != ranks || residual_in->size() != ranks ||
-                     residual_out->size() != ranks)) ||
+      (normalize &&
+       (gamma->size() != ranks || residual_in->size() != ranks || residual_out->size() != ranks)) ||
       input[0].ndim() != 2) {
     throw std::invalid_argument("each rank needs each of the call's arrays");
   }
@@ -169,13 +169,12 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
       .value("BFLOAT16", ElementType::kBFloat16)
       .value("FLOAT32", ElementType::kFloat32);
 
-  py::class_<BoundCall>(m, "Call")
-      .def(py::init(&make_call), py::arg("strategy"), py::arg("type"), py::kw_only(),
-           py::arg("input"), py::arg("output"), py::arg("residual_in") = py::none(),
-           py::arg("residual_out") = py::none(), py::arg("gamma") = py::none(),
-           py::arg("epsilon") = 0.0f, py::arg("weight_bias") = 0.0f,
-           py::arg("shape") = py::none(), py::arg("specialised") = true, py::arg("whole") = true,
-           py::arg("hold") = "none", py::arg("held_rank") = 0);
+  py::class_<BoundCall>(m, "Call").def(
+      py::init(&make_call), py::arg("strategy"), py::arg("type"), py::kw_only(), py::arg("input"),
+      py::arg("output"), py::arg("residual_in") = py::none(), py::arg("residual_out") = py::none(),
+      py::arg("gamma") = py::none(), py::arg("epsilon") = 0.0f, py::arg("weight_bias") = 0.0f,
+      py::arg("shape") = py::none(), py::arg("specialised") = true, py::arg("whole") = true,
+      py::arg("hold") = "none", py::arg("held_rank") = 0);
 
   py::class_<Group>(m, "Group")
       .def(py::init([](uint32_t ranks, uint64_t buffer_bytes, double timeout_s, uint64_t seed,

@@ -171,8 +171,13 @@ void Multiprocessor::run_cluster(uint32_t index) {
   auto* cluster = static_cast<Cluster*>(arena_.take(sizeof(Cluster)));
   auto* blocks = static_cast<Block*>(arena_.take(sizeof(Block) * shape.cluster));
   live_ = shape.cluster * shape.threads;
-  *cluster = {index,  shape.clusters, shape.cluster,           shape.threads, launch_->shared_bytes,
-              blocks, {live_, 0, 0, nullptr, {}}};
+  *cluster = {index,
+              shape.clusters,
+              shape.cluster,
+              shape.threads,
+              launch_->shared_bytes,
+              blocks,
+              {live_, 0, 0, nullptr, {}}};
   warps_.assign(live_ / 32, Warp{});
   // Room for all now: fibers, each another thread to ThreadSanitizer, must not share allocations.
   for (std::vector<Thread*>* threads : {&ready_, &next_, &spinning_}) {

@@ -192,7 +192,7 @@ inline uint64_t nanoseconds() { return emulation::nanoseconds(); }
 inline void pause() { emulation::pause(); }
 
 [[noreturn]] FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
-                       uint64_t waited_ns) {
+                                    uint64_t waited_ns) {
   emulation::fail_wait(rank, peer, phase, token, waited_ns);
 }
 

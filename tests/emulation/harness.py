@@ -18,7 +18,7 @@ from reference import Bits
 
 DTYPES = ("float16", "bfloat16", "float32")
 ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-_POISON = 0x7FA5A5A5 >> 1  # 0x3fd2d2d2; its lower half is no zero and no NaN either
+_POISON = 0x3FD2D2D2  # an ordinary number as any type
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ class Problem:
 
     @property
     def ranks(self) -> int:
-        return self.inputs.shape[0]
+        return int(self.inputs.shape[0])
 
     @property
     def tokens(self) -> int:
-        return self.inputs.shape[1]
+        return int(self.inputs.shape[1])
 
     @property
     def hidden(self) -> int:
-        return self.inputs.shape[2]
+        return int(self.inputs.shape[2])
 
     def part(self, tokens: slice) -> Problem:
         """The same problem for some of its tokens, with what they gave in the whole."""

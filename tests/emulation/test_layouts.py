@@ -15,9 +15,7 @@ LAYOUTS = {"dense": DENSE, "misaligned": MISALIGNED, "strided": STRIDED, "ragged
 @pytest.mark.parametrize("aliasing", ["none", "both", "residual"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts_and_aliasing(
-    machine: ModuleType, dtype: str, layout: str, aliasing: str
-) -> None:
+def test_layouts_and_aliasing(machine: ModuleType, dtype: str, layout: str, aliasing: str) -> None:
     rng = np.random.default_rng(30)
     problems = [
         harness.problem(rng, dtype, 3, tokens, hidden, normalize=normalize)

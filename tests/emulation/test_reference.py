@@ -49,7 +49,9 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
         neighbours = [int(bits) + d for d in (-1, 0, 1) if 0 <= int(bits) + d < 0x7F80]
         exact = Fraction(float(value))
         distance = {
-            n: abs(Fraction(float(reference.to_float(np.array([n], np.uint16), "bfloat16")[0])) - exact)
+            n: abs(
+                Fraction(float(reference.to_float(np.array([n], np.uint16), "bfloat16")[0])) - exact
+            )
             for n in neighbours
         }
         nearest = min(distance.values())
@@ -69,7 +71,10 @@ def test_fused_multiply_add_rounds_once() -> None:
         got = reference.fma(a, a, c)
     for x, z, result in zip(a, c, got, strict=True):
         exact = Fraction(float(x)) ** 2 + Fraction(float(z))
-        down, up = np.nextafter(result, np.float32(-np.inf)), np.nextafter(result, np.float32(np.inf))
+        down, up = (
+            np.nextafter(result, np.float32(-np.inf)),
+            np.nextafter(result, np.float32(np.inf)),
+        )
         error = abs(Fraction(float(result)) - exact)
         for other in (down, up):
             if np.isfinite(other):

@@ -45,7 +45,9 @@ def run_mixed(
     prepared: list[Prepared] = []
     sequence = []
     held = 0
-    was_held = True  # neither the first call nor two in a row, whose ranks would wait for each other
+    was_held = (
+        True  # neither the first call nor two in a row, whose ranks would wait for each other
+    )
     for index in range(calls):
         problem = problems[rng.integers(len(problems))]
         strategy = STRATEGIES[rng.integers(2)]
@@ -115,9 +117,7 @@ def test_one_rank_an_epoch_behind(machine: ModuleType, ranks: int, delay: int) -
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_turn_counter_wraps_around(
-    machine: ModuleType, strategy: str, first: int
-) -> None:
+def test_the_turn_counter_wraps_around(machine: ModuleType, strategy: str, first: int) -> None:
     rng = np.random.default_rng(43)
     problems = mixed_problems(rng, 3)
     group = machine.Group(
@@ -159,7 +159,7 @@ def test_a_single_buffer_would_not_do(machine: ModuleType) -> None:
     faulty = machine.Group(3, size, single_buffer=True)
     with pytest.raises(
         machine.ProtocolViolation,
-        match=r"rank \d, call 1, store at rank \d, buffer 0, offset \d+: overwrote data that nobody",
+        match=r"rank \d, call 1, store at rank \d, buffer 0, offset \d+: overwrote data that",
     ):
         faulty.run(held_calls(machine, problem, 4))
 
@@ -184,7 +184,9 @@ def test_a_word_left_behind_is_noticed(machine: ModuleType) -> None:
         group.run([Prepared(problem).call(machine, "ONESHOT")])
     group = machine.Group(2, size)
     group.set_word(0, 128, 0x3F803F80)  # where rank 1 is about to store
-    with pytest.raises(machine.ProtocolViolation, match="rank 1, call 0, store at rank 0, buffer 0"):
+    with pytest.raises(
+        machine.ProtocolViolation, match="rank 1, call 0, store at rank 0, buffer 0"
+    ):
         group.run([Prepared(problem).call(machine, "ONESHOT")])
 
 

@@ -99,9 +99,7 @@ def test_launch_shape_changes_no_bit(
         for whole in ((True, False) if hidden % 8 == 0 else (False,))
     ]
     prepared = [Prepared(problem) for _ in variants]
-    group.run(
-        [p.call(machine, strategy, **v) for p, v in zip(prepared, variants, strict=True)]
-    )
+    group.run([p.call(machine, strategy, **v) for p, v in zip(prepared, variants, strict=True)])
     for one, variant in zip(prepared, variants, strict=True):
         one.check(variant)
 
@@ -112,7 +110,7 @@ def test_launch_shape_changes_no_bit(
 def test_warps_that_lag(
     machine: ModuleType, hidden: int, shape: tuple[int, int, int], strategy: str
 ) -> None:
-    """Many rows a cluster, some warps and blocks of which have no part in a row, and any may sleep."""
+    """Many rows a cluster, where some warps and blocks have no part in a row, and any may sleep."""
     rng = np.random.default_rng([10, hidden])
     problem = harness.problem(rng, "bfloat16", 3, 12, hidden)
     size = harness.buffer_for(machine, [problem])

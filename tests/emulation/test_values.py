@@ -79,11 +79,10 @@ def test_negative_zero_everywhere(machine: ModuleType, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_negative_subnormals_sum_to_negative_zero(machine: ModuleType, dtype: str) -> None:
     """Sums that round to -0.0, or that a flushing unit would make -0.0, are sent as well."""
-    tiny = np.array([1, 2, 3], reference.bits_dtype(dtype))
+    bits = reference.bits_dtype(dtype)
     rng = np.random.default_rng(21)
-    inputs = rng.choice(tiny, (RANKS, TOKENS, HIDDEN)) | SIGN[dtype]
-    inputs[0, 2] = inputs[1, 2] ^ SIGN[dtype]  # and some that cancel
-    inputs = inputs.astype(reference.bits_dtype(dtype))
+    inputs = rng.choice(np.array([1, 2, 3], bits), (RANKS, TOKENS, HIDDEN)) | bits(SIGN[dtype])
+    inputs[0, 2] = inputs[1, 2] ^ bits(SIGN[dtype])  # and some that cancel
     problem = Problem(dtype, inputs, None)
     assert (problem.expected.output[0] & SIGN[dtype]).all(), "the sums are negative subnormals"
     run(machine, problem)

@@ -1,4 +1,8 @@
-"""What test_threads.py runs under ThreadSanitizer: ``tsan_workload.py LIBRARY kernels|barrier|race``."""
+"""What test_threads.py runs under ThreadSanitizer.
+
+``tsan_workload.py LIBRARY WHAT``, where WHAT is ``kernels``, or ``race`` for two threads that
+share a number without a barrier, or ``barrier`` for the same with one.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ HERE = Path(__file__).resolve().parent
 for directory in (HERE.parent.parent / "emulation", HERE):
     sys.path.insert(0, str(directory))
 
-import emulator  # noqa: E402
 import harness  # noqa: E402
 from harness import STRATEGIES, Prepared, Problem  # noqa: E402
+
+import emulator  # noqa: E402
 
 SHAPES = (None, (1, 2, 32), (2, 1, 32), (3, 1, 32), (2, 2, 64))
 
