@@ -23,7 +23,7 @@ class UpstreamStrategy(enum.Enum):
 
 
 class TwoEqualRanks:
-    """Computes what a group of two ranks with the same input would, and records how it was asked."""
+    """Computes what two ranks with the same input would, and records how it was asked."""
 
     def __init__(self) -> None:
         self.requested: list[Strategy | None] = []
