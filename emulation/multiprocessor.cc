@@ -23,7 +23,7 @@ constexpr uint64_t kIdleSleepNs = 20'000;
 // What a rank that is kept back allows its peers, once they are as far as they can get, to finish
 // their stores; and for how long it is kept back where they do not get there.
 constexpr uint64_t kHoldSettleNs = 2'000'000;
-constexpr uint64_t kHoldLimitNs = 200'000'000;
+constexpr uint64_t kHoldLimitNs = 5'000'000'000;
 // One in so many accesses to the ranks' memory lets other threads run; one in so many sleeps.
 constexpr uint32_t kYieldOneIn = 64;
 constexpr uint32_t kSleepOneIn = 4096;
