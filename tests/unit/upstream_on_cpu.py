@@ -21,11 +21,15 @@ from typing import Any
 import pytest
 import torch
 
+from flashinfer.elastic.allreduce import ops
 from flashinfer.elastic.allreduce import workspace as our_workspace
 from flashinfer.elastic.allreduce.engines import library, native
 
 PACKAGE = "flashinfer.comm"
 GRANULARITY = 2 << 20
+
+WRITTEN = 5.0
+"""What a launch of upstream's kernels writes to its output; one more to the residual stream."""
 
 
 class CpuTorch(types.ModuleType):
@@ -78,6 +82,15 @@ class Loaded:
         """Return upstream's mapping of a tensor-parallel rank."""
         return self.module.Mapping(world_size=ranks, rank=rank, gpus_per_node=ranks, tp_size=ranks)
 
+    def torch_backend(self, backend: Any) -> Any:
+        """Return a backend as an instance of upstream's class over torch.distributed."""
+
+        class Backend(self._torch_backend):  # type: ignore[misc, name-defined]
+            allgather = staticmethod(backend.allgather)
+            barrier = staticmethod(backend.barrier)
+
+        return Backend()
+
     def _stubs(self) -> dict[str, types.ModuleType]:
         owner = self
 
@@ -85,12 +98,17 @@ class Loaded:
             def build_and_load(self) -> Any:
                 def launch(*arguments: Any) -> None:
                     owner.launches.append(arguments)
+                    for tensor, value in zip(arguments[10:12], (WRITTEN, WRITTEN + 1), strict=True):
+                        if tensor is not None:
+                            tensor.fill_(value)
 
                 return types.SimpleNamespace(trtllm_mnnvl_allreduce_fusion=launch)
 
         class TorchDistBackend:
             def __init__(self, group: Any = None) -> None:
                 self._group = types.SimpleNamespace(group_name="group")
+
+        self._torch_backend = TorchDistBackend
 
         class MPIBackend:
             def __init__(self) -> None:
@@ -310,6 +328,7 @@ def without_gpu(
     fake = FakeLibrary(built)
     FakeMemory.live = 0
     patch.setattr(our_workspace, "torch", CpuTorch(*arch))
+    patch.setattr(ops, "torch", CpuTorch(*arch))
     patch.setattr(our_workspace.topology, "require_nvlink", lambda *_: [])
     patch.setattr(library, "load", lambda: fake.functions)
     patch.setattr(native, "SymmetricMemory", FakeMemory)

@@ -1,0 +1,441 @@
+"""Creating and destroying workspaces: sizes, engines, agreement between ranks, failures."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.elastic.allreduce import install, settings, sizing
+from flashinfer.elastic.allreduce import workspace as our_workspace
+from flashinfer.elastic.allreduce.agreement import CollectiveError
+from flashinfer.elastic.allreduce.engines import library, native
+from flashinfer.elastic.shadow import TESTED_VERSIONS
+
+sys.path.insert(0, str(Path(__file__).parent))
+from upstream_on_cpu import (
+    Echo,
+    FakeLibrary,
+    FakeMemory,
+    Loaded,
+    Threads,
+    without_gpu,
+)
+
+RANKS = 8
+
+
+@pytest.fixture(scope="module", params=TESTED_VERSIONS)
+def loaded(request: pytest.FixtureRequest, upstream_tree: Callable[[str], Path]) -> Loaded:
+    loaded = Loaded(upstream_tree(request.param))
+    install(loaded.module)
+    return loaded
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    for name in (settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S):
+        monkeypatch.delenv(name, raising=False)
+    return without_gpu(monkeypatch)
+
+
+def create(loaded: Loaded, rank: int = 3, ranks: int = RANKS, **more: Any) -> Any:
+    """Create the workspace of the reported case."""
+    arguments: dict[str, Any] = {
+        "max_num_tokens": 42,
+        "hidden_dim": 6144,
+        "dtype": torch.bfloat16,
+        "comm_backend": loaded.torch_backend(Echo(ranks)),
+    }
+    mapping = loaded.mapping(rank, ranks)
+    return loaded.module.MNNVLAllReduceFusionWorkspace(mapping, **(arguments | more))
+
+
+# What there is
+
+
+def test_attributes(loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.TIMEOUT_S, "7")
+    workspace = create(loaded)
+    assert (workspace.rank, workspace.tp_size, workspace.world_size) == (3, RANKS, RANKS)
+    assert workspace.backend == "mnnvl"
+    assert workspace.buffer_size_bytes == 4_128_768
+    assert workspace.workspace_size_bytes == 2 * 4_128_768
+    assert workspace.NUM_LAMPORT_BUFFERS == 2
+    assert workspace.ptrs == list(workspace.handle.addresses)
+    assert workspace.uc_ptr_local == workspace.ptrs[3]
+    assert workspace.mc_ptr
+    assert our_workspace.find_by_pointer_table(workspace.uc_ptrs_dev) is workspace
+    assert our_workspace.find_by_pointer_table(12345) is None
+    assert not workspace._destroyed
+    # No flags: `hasattr` says so, and a caller may set them.
+    assert not hasattr(workspace, "buffer_flags")
+    workspace.buffer_flags = 1
+    assert workspace.buffer_flags == 1
+    # Two buffers and the rotation behind them.
+    (created,) = fake.created
+    addresses = list(workspace.ptrs)
+    state = addresses[3] + 2 * 4_128_768
+    assert created == (3, addresses, 4_128_768, state, 7.0, 132, None)
+    assert workspace.handle.size_bytes == 2 * 4_128_768 + 256
+    workspace.destroy()
+
+
+def test_the_class_keeps_upstreams_own_figures(loaded: Loaded, fake: FakeLibrary) -> None:
+    owner = loaded.module.MNNVLAllReduceFusionWorkspace
+    assert owner.NUM_LAMPORT_BUFFERS == 3
+    required = owner.get_required_buffer_size_bytes
+    strategies = loaded.module.MNNVLAllreduceFusionStrategy
+    assert required(8, 40, 6144, torch.bfloat16, strategies.ONESHOT) == 3_932_160
+    assert required(8, 42, 6144, torch.bfloat16, strategies.TWOSHOT) == 1_179_648
+
+
+def test_sufficient_means_what_upstream_means(loaded: Loaded, fake: FakeLibrary) -> None:
+    """Asked of our workspace, upstream's own method and ours give the same answers."""
+    workspace = create(loaded)
+    from flashinfer.elastic.allreduce import upstream_original
+
+    theirs = upstream_original("MNNVLAllReduceFusionWorkspace").is_buffer_size_sufficient
+    strategies = list(loaded.module.MNNVLAllreduceFusionStrategy)
+    answers = {True: 0, False: 0}
+    for ranks, tokens, hidden, dtype, strategy in itertools.product(
+        (2, 8),
+        (0, 1, 8, 40, 42, 43, 64, 168, 169, 1000),
+        (64, 6144, 7168),
+        (torch.bfloat16, torch.float32),
+        strategies,
+    ):
+        answer = workspace.is_buffer_size_sufficient(ranks, tokens, hidden, dtype, strategy)
+        assert answer is theirs(workspace, ranks, tokens, hidden, dtype, strategy)
+        answers[answer] += 1
+    assert min(answers.values()) > 20
+    problem = (8, 42, 6144, torch.bfloat16)
+    assert workspace.is_buffer_size_sufficient(*problem) is True
+    assert workspace.is_buffer_size_sufficient(*problem, strategy=strategies[0]) is True
+    workspace.destroy()
+
+
+@pytest.mark.parametrize(
+    ("explicit", "size"), [(1, 256), (256, 256), (1000, 1024), (2**32 - 256, 2**32 - 256)]
+)
+def test_an_explicit_size_is_honoured_whole(
+    loaded: Loaded, fake: FakeLibrary, explicit: int, size: int
+) -> None:
+    workspace = create(loaded, buffer_size_in_bytes=explicit)
+    assert workspace.buffer_size_bytes == size
+    workspace.destroy()
+
+
+def test_one_shot_limit(loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.ONESHOT_MAX_MB, "0")
+    workspace = create(loaded)
+    assert workspace.buffer_size_bytes == sizing.round_up(1_179_648, 256)
+    workspace.destroy()
+
+
+# Engines
+
+
+def plan_of(engine: str, built: tuple[int, ...], arch: int) -> Any:
+    plan = our_workspace._Plan.__new__(our_workspace._Plan)
+    plan.options = settings.read({settings.ENGINE: engine})
+    plan.built_archs, plan.arch = built, arch
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("engine", "built", "arch", "chosen"),
+    [
+        ("auto", (90, 100), 90, "native"),
+        ("auto", (90, 100), 100, "native"),
+        ("auto", (90, 100), 103, "native"),
+        ("auto", (90, 100), 120, "upstream"),
+        ("auto", (90,), 100, "upstream"),
+        ("native", (90, 100), 103, "native"),
+        ("upstream", (90, 100), 90, "upstream"),
+        ("upstream", (90,), 120, "upstream"),
+    ],
+)
+def test_choice_of_engine(engine: str, built: tuple[int, ...], arch: int, chosen: str) -> None:
+    assert plan_of(engine, built, arch).engine() == chosen
+
+
+def test_native_without_machine_code_says_what_to_install() -> None:
+    with pytest.raises(RuntimeError, match="install a wheel whose name has sm120") as caught:
+        plan_of("native", (90, 100), 120).engine()
+    assert "sm90, sm100" in str(caught.value)
+    assert 'FLASHINFER_CUDA_ARCH_LIST="12.0"' in str(caught.value)
+
+
+def test_upstreams_kernels_stand_in_where_ours_have_no_machine_code(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(settings.ENGINE, raising=False)
+    without_gpu(monkeypatch, arch=(12, 0))
+    workspace = create(loaded)
+    assert workspace._engine.name == "upstream"
+    assert "kernels for sm90, sm100, and the GPU is sm120" in caplog.text
+    workspace.destroy()
+
+
+# Wrong arguments
+
+
+def test_wrong_arguments_raise_what_upstream_raises(
+    loaded: Loaded, fake: FakeLibrary, upstream_tree: Callable[[str], Path]
+) -> None:
+    plain = Loaded(Path(loaded.module.__file__ or "").parents[2])
+    wrong: list[dict[str, Any]] = [
+        {"max_num_tokens": None},
+        {"hidden_dim": None},
+        {"dtype": None},
+        {"buffer_size_in_bytes": 2**32},
+        {"buffer_size_in_bytes": 10**12},
+        {"comm_backend": None},
+    ]
+    for arguments in wrong:
+        texts = []
+        for each in (plain, loaded):
+            with pytest.raises((AssertionError, ValueError, RuntimeError)) as caught:
+                create(each, **arguments)
+            text = str(caught.value).splitlines()[0]
+            texts.append((type(caught.value).__name__, text))
+        assert texts[0] == texts[1]
+    assert FakeMemory.live == 0
+
+
+def test_a_backend_of_another_group(loaded: Loaded, fake: FakeLibrary) -> None:
+    for ranks in (2, 4, 16):
+        with pytest.raises(CollectiveError, match="belongs to another group"):
+            create(loaded, comm_backend=Echo(ranks))
+    assert FakeMemory.live == 0
+
+
+@pytest.mark.parametrize("name", [settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S])
+def test_a_wrong_setting_is_named(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "wrong")
+    with pytest.raises(ValueError, match=name):
+        create(loaded)
+
+
+def test_nothing_is_created_during_a_capture(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and without a word to the other ranks."""
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True, is_current_stream_capturing=lambda: True
+    )
+    monkeypatch.setattr(our_workspace.torch, "cuda", cuda)
+    backend = Echo(RANKS)
+    with pytest.raises(RuntimeError, match="while a CUDA graph is being captured"):
+        create(loaded, comm_backend=backend)
+    assert backend.gathers == 0
+
+
+# Agreement
+
+
+def on_all_ranks(loaded: Loaded, ranks: int = 3, **by_rank: Callable[[int], Any]) -> list[Any]:
+    """Create a workspace on threads; arguments are functions of the rank."""
+    threads = Threads(ranks)
+
+    def one(rank: int) -> Any:
+        more = {name: value(rank) for name, value in by_rank.items()}
+        return create(loaded, rank, ranks, comm_backend=threads.backend(rank), **more)
+
+    return threads.run(one)
+
+
+def test_all_ranks_create(loaded: Loaded, fake: FakeLibrary) -> None:
+    made = on_all_ranks(loaded)
+    assert [workspace.rank for workspace in made] == [0, 1, 2]
+    assert FakeMemory.live == 3
+    for workspace in made:
+        workspace.destroy()
+    assert FakeMemory.live == 0
+
+
+def test_ranks_that_ask_for_different_sizes(loaded: Loaded, fake: FakeLibrary) -> None:
+    errors = on_all_ranks(loaded, max_num_tokens=lambda rank: 42 + 1000 * (rank == 1))
+    assert all(isinstance(error, CollectiveError) for error in errors)
+    assert len({str(error) for error in errors}) == 1
+    assert "settings of the workspace: ranks disagree: ranks 0, 2: [" in str(errors[0])
+    assert FakeMemory.live == 0
+
+
+def test_one_rank_with_wrong_arguments(loaded: Loaded, fake: FakeLibrary) -> None:
+    """It gets its ValueError; the others learn of it."""
+    errors = on_all_ranks(loaded, buffer_size_in_bytes=lambda r: -1 if r == 2 else 1024)
+    assert [type(error) for error in errors] == [CollectiveError, CollectiveError, ValueError]
+    assert "rank 2: ValueError: The buffer size in bytes must not be negative" in str(errors[0])
+    assert FakeMemory.live == 0
+
+
+def test_the_smallest_gpu_decides_the_launch_shape(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter((132, 114, 120))
+
+    def properties(_: object) -> Any:
+        return types.SimpleNamespace(major=9, minor=0, multi_processor_count=next(counts))
+
+    monkeypatch.setattr(our_workspace.torch.cuda, "get_device_properties", properties)
+    made = on_all_ranks(loaded)
+    assert [created[5] for created in fake.created] == [114] * 3
+    for workspace in made:
+        workspace.destroy()
+
+
+def break_on(rank_to_fail: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a stand-in that fails on one rank, which it tells by its first argument."""
+
+    def broken(first: Any, *rest: Any) -> Any:
+        rank = getattr(first, "rank", first)
+        if rank == rank_to_fail:
+            raise RuntimeError("broken on purpose")
+        return original(first, *rest)
+
+    return broken
+
+
+def test_one_rank_fails_while_memory_is_made(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeMemory, "__init__", lambda *_: 1 / 0)
+    errors = on_all_ranks(loaded)
+    assert all("ZeroDivisionError" in str(error) for error in errors)
+    assert all(isinstance(error, CollectiveError) for error in errors)
+
+
+def test_one_rank_fails_while_the_context_is_made(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = fake.functions._replace(context_create=break_on(1, fake.functions.context_create))
+    monkeypatch.setattr(library, "load", lambda: broken)
+    errors = on_all_ranks(loaded)
+    assert all("rank 1: RuntimeError: broken on purpose" in str(error) for error in errors)
+    assert FakeMemory.live == 0
+    assert sorted(fake.destroyed) == [1, 2]
+
+
+def test_one_rank_fails_after_the_engine_is_made(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even the last steps are agreed on: all fail, and nothing is left."""
+
+    class Broken(native.NativeEngine):
+        @property
+        def local_address(self) -> int:
+            if self.memory.rank == 1:
+                raise RuntimeError("broken on purpose")
+            return super().local_address
+
+    monkeypatch.setattr(our_workspace, "NativeEngine", Broken)
+    errors = on_all_ranks(loaded)
+    assert all(isinstance(error, CollectiveError) for error in errors), errors
+    assert all("rank 1: RuntimeError: broken on purpose" in str(error) for error in errors)
+    errors.clear()
+    gc.collect()
+    assert FakeMemory.live == 0
+
+
+# The end
+
+
+def test_destroy(loaded: Loaded, fake: FakeLibrary) -> None:
+    workspace = create(loaded)
+    table = workspace.uc_ptrs_dev
+    workspace.destroy()
+    workspace.destroy()
+    assert workspace._destroyed
+    assert FakeMemory.live == 0
+    assert fake.destroyed == [1]
+    for name in ("mc_ptr", "uc_ptrs_dev", "uc_ptr_local", "handle", "ptrs", "buffer_flags"):
+        assert not hasattr(workspace, name)
+        with pytest.raises(AttributeError, match=f"has been destroyed; it has no '{name}'"):
+            getattr(workspace, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
+        workspace.no_such_thing  # noqa: B018 (it raises)
+    rows = torch.zeros(1, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="The workspace has been destroyed"):
+        loaded.module.trtllm_mnnvl_allreduce(rows, workspace, False)
+    # What upstream keeps stays readable.
+    assert workspace.buffer_size_bytes == 4_128_768
+    assert (workspace.rank, workspace.tp_size) == (3, RANKS)
+    del workspace
+    gc.collect()
+    assert our_workspace.find_by_pointer_table(table) is None
+
+
+def test_a_refused_destroy_can_be_repeated(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory cannot be released during a capture; until then the workspace is whole."""
+
+    def refuse(_: FakeMemory) -> None:
+        raise RuntimeError("cannot close symmetric memory while a CUDA graph is being captured")
+
+    workspace = create(loaded)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeMemory, "close", refuse)
+        with pytest.raises(RuntimeError, match="captured"):
+            workspace.destroy()
+    assert not workspace._destroyed
+    assert workspace.ptrs
+    rows = torch.zeros(1, 64, dtype=torch.bfloat16)
+    loaded.module.trtllm_mnnvl_allreduce(rows, workspace, False)
+    assert fake.destroyed == []
+    workspace.destroy()
+    assert FakeMemory.live == 0
+    assert fake.destroyed == [1]
+
+
+def test_a_forgotten_workspace_warns_as_upstreams_does(loaded: Loaded, fake: FakeLibrary) -> None:
+    alive = [create(loaded)]
+    with pytest.warns(
+        ResourceWarning, match="MNNVLAllReduceFusionWorkspace was not explicitly destroyed"
+    ):
+        alive.clear()
+    assert FakeMemory.live == 0
+
+
+def test_a_failed_creation_leaves_nothing_to_warn_of(loaded: Loaded, fake: FakeLibrary) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CollectiveError):
+            create(loaded, comm_backend=Echo(2))
+        gc.collect()
+
+
+def test_checkpoints_where_upstream_has_them(loaded: Loaded, fake: FakeLibrary) -> None:
+    workspace = create(loaded)
+    if not hasattr(workspace, "checkpoint_prepare"):
+        assert not hasattr(workspace, "_require_handles_attached")
+        workspace.destroy()
+        return
+    rows = torch.zeros(1, 64, dtype=torch.bfloat16)
+    addresses = workspace.ptrs
+    workspace._require_handles_attached()
+    for _ in range(2):
+        workspace.checkpoint_prepare()
+    with pytest.raises(RuntimeError, match="MNNVL handles are not attached"):
+        workspace._require_handles_attached()
+    with pytest.raises(RuntimeError, match="MNNVL handles are not attached"):
+        loaded.module.trtllm_mnnvl_allreduce(rows, workspace, False)
+    assert fake.calls == []
+    for _ in range(2):
+        workspace.checkpoint_restore(Echo(RANKS))
+    assert workspace.ptrs == addresses
+    loaded.module.trtllm_mnnvl_allreduce(rows, workspace, False)
+    assert len(fake.calls) == 1
+    workspace.destroy()
