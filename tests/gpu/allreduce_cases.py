@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-
 from allreduce_reference import Expected, expect
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from allreduce_cases import (
     AUTO,
     ONESHOT,

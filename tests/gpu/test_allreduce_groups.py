@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from allreduce_cases import (
     AUTO,
     ONESHOT,

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-
 from allreduce_cases import needs_gpus
 
 pytestmark = needs_gpus

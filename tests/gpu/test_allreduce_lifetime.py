@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from allreduce_cases import (
     make_problem,
     meet,

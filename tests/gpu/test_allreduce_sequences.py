@@ -7,7 +7,6 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-
 from allreduce_cases import (
     AUTO,
     DTYPES,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from allreduce_cases import (
     DTYPES,
     TIMEOUT_S,

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import torch
-
 from allreduce_cases import (
     DTYPES,
     ONESHOT,
