@@ -102,7 +102,7 @@ def test_what_a_graph_captured_is_kept_for_good(monkeypatch: pytest.MonkeyPatch)
     assert second.data_ptr() != address
     slot = pool.find(given)
     assert slot is not None
-    assert [generation.data.data_ptr() for generation in slot.generations][0] == address
+    assert slot.generations[0].data.data_ptr() == address
     assert bool((slot.generations[0].data == 7).all())
     assert pool.report()[0].kept >= 5 * MIB
     del given, first

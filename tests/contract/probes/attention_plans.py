@@ -262,10 +262,9 @@ def _integer_attributes(owner: Any) -> dict[str, torch.Tensor]:
         for index, item in enumerate(inner):
             if isinstance(item, torch.Tensor) and "int_workspace" in name:
                 found[name] = item
-            elif type(item).__module__.startswith("flashinfer") and hasattr(item, "__dict__"):
-                if "int_workspace_buffer" in str(vars(item).keys()):
-                    for key, tensor in _integer_attributes(item).items():
-                        found[f"{name}[{index}].{key}"] = tensor
+            elif "int_workspace_buffer" in str(getattr(item, "__dict__", {}).keys()):
+                for key, tensor in _integer_attributes(item).items():
+                    found[f"{name}[{index}].{key}"] = tensor
     return found
 
 
@@ -371,14 +370,16 @@ def other_errors() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the scenario that is named, of every case."""
+    """Run the scenarios that are named; some are of every case."""
     warnings.simplefilter("ignore")
-    scenario = sys.argv[1]
-    if scenario in ("float_overflow", "integer_overflow"):
-        result: Any = {make.__name__: globals()[scenario](make) for make in CASES}
-    else:
-        result = globals()[scenario]()
-    print(json.dumps(result))
+    results: dict[str, Any] = {}
+    for name in sys.argv[1].split(","):
+        scenario = globals()[name]
+        if name in ("float_overflow", "integer_overflow"):
+            results[name] = {make.__name__: scenario(make) for make in CASES}
+        else:
+            results[name] = scenario()
+    print(json.dumps(results))
 
 
 with contextlib.redirect_stdout(sys.stderr):
