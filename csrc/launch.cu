@@ -53,6 +53,21 @@ Kernel find_kernel(Strategy strategy, ElementType type, uint32_t ranks, bool who
   throw std::invalid_argument("unknown element type");
 }
 
+// Kernels load when they are first used, which may wait for kernels that run, and those may wait
+// for a rank that is loading. So a group's kernels are loaded when it is made.
+void load_kernels(uint32_t ranks) {
+  for (Strategy strategy : {Strategy::kOneShot, Strategy::kTwoShot}) {
+    for (ElementType type :
+         {ElementType::kFloat16, ElementType::kBFloat16, ElementType::kFloat32}) {
+      for (bool whole : {false, true}) {
+        cudaFuncAttributes attributes;
+        auto* kernel = reinterpret_cast<const void*>(find_kernel(strategy, type, ranks, whole));
+        check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+      }
+    }
+  }
+}
+
 bool rows_are_whole(const Problem& problem) {
   bool whole =
       problem.hidden % kSegmentElements == 0 && problem.input.vectors && problem.output.vectors;
@@ -80,6 +95,7 @@ bool is_capturing(cudaStream_t stream) {
 Context::Context(const Group& group, uint32_t multiprocessors, int device)
     : group_(group), multiprocessors_(multiprocessors), device_(device) {
   DeviceGuard guard(device);
+  load_kernels(group.ranks);
   check(cudaEventCreateWithFlags(&order_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 

@@ -191,8 +191,9 @@ inline uint32_t bfloat2_of_floats(float low, float high) {
 inline uint64_t nanoseconds() { return emulation::nanoseconds(); }
 inline void pause() { emulation::pause(); }
 
-[[noreturn]] FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
-                                    uint64_t waited_ns) {
+// Of several waits that expire, the group reports the first by itself.
+[[noreturn]] FE_COLD void fail_wait([[maybe_unused]] bool first, uint32_t rank, uint32_t peer,
+                                    const char* phase, uint32_t token, uint64_t waited_ns) {
   emulation::fail_wait(rank, peer, phase, token, waited_ns);
 }
 

@@ -18,6 +18,7 @@ constexpr uint32_t element_bytes(ElementType type) { return type == ElementType:
 struct Rotation {
   uint32_t epoch;    // calls made so far; its lowest bit names the buffer in use
   uint32_t arrived;  // blocks of the running launch that have read `epoch`
+  uint32_t expired;  // waits that have timed out; the first is reported
 };
 
 // The workspace as one rank sees it; fixed for the workspace's life.

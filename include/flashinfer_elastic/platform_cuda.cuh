@@ -260,12 +260,19 @@ FE_DEVICE uint64_t nanoseconds() {
 // Called in every turn of a spinning wait.
 FE_DEVICE void pause() {}
 
-[[noreturn]] FE_COLD void fail_wait(uint32_t rank, uint32_t peer, const char* phase, uint32_t token,
-                                    uint64_t waited_ns) {
-  printf(
-      "flashinfer.elastic: rank %u waited %llu ms for %s of rank %u, token %u: that rank has died, "
-      "hangs, or made a different sequence of calls on this workspace\n",
-      rank, static_cast<unsigned long long>(waited_ns / 1000000u), phase, peer, token);
+// Ends the kernel. Thousands of threads may wait in vain at the same time; only the `first` says
+// so, and the others leave it the time to.
+[[noreturn]] FE_COLD void fail_wait(bool first, uint32_t rank, uint32_t peer, const char* phase,
+                                    uint32_t token, uint64_t waited_ns) {
+  if (first) {
+    printf(
+        "flashinfer.elastic: rank %u waited %llu ms for %s of rank %u, token %u: that rank has "
+        "died, hangs, or made a different sequence of calls on this workspace\n",
+        rank, static_cast<unsigned long long>(waited_ns / 1000000u), phase, peer, token);
+  } else {
+    constexpr uint64_t kGraceNs = 100000000u;
+    for (uint64_t since = nanoseconds(); nanoseconds() - since < kGraceNs;) __nanosleep(1000000);
+  }
   __trap();
   __builtin_unreachable();
 }

@@ -36,7 +36,8 @@ FE_DEVICE Word4 wait_for_word(const Group& group, const Word4* slot, Word4 seen,
     if (since == 0) {
       since = now;
     } else if (now - since > group.timeout_ns) {
-      hw::fail_wait(group.rank, what.peer, what.phase, what.token, now - since);
+      bool first = hw::add_state(&group.rotation->expired, 1) == 0;
+      hw::fail_wait(first, group.rank, what.peer, what.phase, what.token, now - since);
     }
   }
   return seen;

@@ -71,7 +71,10 @@ def require_nvlink(
     identities = exchange_identities(agreement, own)
     allowed = pcie_allowed()
     agreement.same(ALLOW_PCIE, allowed)
-    links = agreement.gather("NVLink topology", query_links(nvml or _load_nvml(), own, identities))
+    own_links = agreement.attempt(
+        "asking for NVLink", lambda: query_links(nvml or _load_nvml(), own, identities)
+    )
+    links = agreement.gather("NVLink topology", own_links)
     missing = pairs_without_nvlink(links)
     if missing and not allowed:
         raise CollectiveError(

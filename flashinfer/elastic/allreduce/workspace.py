@@ -127,7 +127,20 @@ def make_workspace_class(module: ModuleType) -> type:
                 plan.options.timeout_s,
                 plan.multiprocessors,
             )
+            try:
+                agreement.attempt(
+                    "describing the workspace", lambda: self._adopt(engine, mapping, plan)
+                )
+            except BaseException:
+                engine.close()
+                self._forget()
+                raise
             self._agreement = agreement
+            self._engine = engine
+            self._destroyed = False
+
+        def _adopt(self, engine: NativeEngine, mapping: Any, plan: _Plan) -> None:
+            """Set what upstream's constructor sets."""
             self.world_size = mapping.world_size
             self.rank = mapping.tp_rank
             self.tp_size = mapping.tp_size
@@ -146,8 +159,12 @@ def make_workspace_class(module: ModuleType) -> type:
             # Not a multicast address, which these kernels do without; callers take a null one for
             # a workspace that does not work.
             self.mc_ptr = engine.local_address
-            self._engine = engine
-            self._destroyed = False
+
+        def _forget(self) -> None:
+            """Drop what upstream deletes on ``destroy``, as far as it was set."""
+            for name in _OPEN_ATTRIBUTES:
+                self.__dict__.pop(name, None)
+            self._destroyed = True
 
         def _open_upstream(
             self, mapping: Any, agreement: Agreement, size: int, comm_backend: Any
@@ -166,7 +183,8 @@ def make_workspace_class(module: ModuleType) -> type:
             try:
                 agreement.agree("creating upstream's workspace", error)
             except BaseException:
-                self.destroy()
+                self._engine = None
+                self._forget()
                 raise
 
         def __getattr__(self, name: str) -> Any:
@@ -261,15 +279,19 @@ def make_workspace_class(module: ModuleType) -> type:
             )
 
         def destroy(self) -> None:
-            """Release everything; local, idempotent, safe at interpreter exit."""
-            engine, self._engine = self._engine, None
-            if isinstance(engine, NativeEngine):
-                engine.close()
-                for name in _OPEN_ATTRIBUTES:
-                    self.__dict__.pop(name, None)
-                self._destroyed = True
-            elif not self._destroyed:
-                super().destroy()
+            """Release everything; local, idempotent, safe at interpreter exit.
+
+            Raises
+            ------
+            RuntimeError
+                A CUDA graph is being captured; the workspace is as it was.
+            """
+            engine = self._engine
+            if engine is None:
+                return
+            engine.close()
+            self._engine = None
+            self._forget()
 
     for name, method in _checkpoint_methods(upstream).items():
         setattr(Workspace, name, method)
@@ -309,7 +331,8 @@ class _Plan:
             oneshot_max_bytes=self.options.oneshot_max_bytes,
             explicit=explicit,
         )
-        self.built_archs = library.load().archs
+        native = self.options.engine != "upstream"
+        self.built_archs = library.load().archs if native else ()
         self.device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.device)
         self.arch = 10 * properties.major + properties.minor

@@ -66,9 +66,10 @@ class NativeEngine:
             functions = agreement.attempt("loading the kernels", library.load)
             self._allreduce = functions.allreduce
             self._destroy = functions.context_destroy
-            self._context = agreement.attempt(
-                "creating the launch context",
-                lambda: functions.context_create(
+
+            def create_context() -> None:
+                # Kept at once, to be released here if another rank cannot make its own.
+                self._context = functions.context_create(
                     agreement.rank,
                     list(addresses),
                     buffer_bytes,
@@ -76,8 +77,9 @@ class NativeEngine:
                     timeout_s,
                     multiprocessors,
                     device.index,
-                ),
-            )
+                )
+
+            agreement.attempt("creating the launch context", create_context)
         except BaseException:
             self.close()
             raise
@@ -141,11 +143,17 @@ class NativeEngine:
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Release everything; local, idempotent, safe on a half-built object."""
+        """Release everything; local, idempotent, safe on a half-built object.
+
+        Raises
+        ------
+        RuntimeError
+            A CUDA graph is being captured; nothing has been released.
+        """
+        self.memory.close()
         if self._context is not None:
             self._destroy(self._context)
             self._context = None
-        self.memory.close()
 
     def _initialize(self, agreement: Agreement) -> None:
         agreement.attempt("initialising the buffers", self.initialize)
