@@ -175,7 +175,8 @@ def make_workspace_class(module: ModuleType) -> type:
                 if not self.mc_ptr:
                     raise RuntimeError(
                         "The upstream engine needs NVLink multicast, and the multicast pointer is "
-                        f"null. Unset {settings.ENGINE} to use the native engine, which does not."
+                        "null. The native engine does without: it is the default where this wheel "
+                        f"has kernels for the GPU (sm{self._arch})."
                     )
                 self._engine = UpstreamEngine(module, self)
             except Exception as raised:
