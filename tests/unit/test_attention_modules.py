@@ -143,6 +143,29 @@ def test_a_launch_with_unknown_arguments_is_left_alone() -> None:
     assert seen == [(1, 2, 3)]
 
 
+def test_arguments_of_another_kind_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """As many as we know, but others: no release that was tested."""
+    seen = []
+    module = SimpleNamespace(
+        trtllm_paged_attention_decode=lambda *args: seen.append(args),
+        plan=lambda *args: (_ for _ in ()).throw(overflow("batch_prefill_tmp_v", 5 * MIB, 0)),
+        run=lambda *args: seen.append(args),
+    )
+    launch = load(module, TRTLLM).trtllm_paged_attention_decode
+    launch(*range(30))
+    launch(*range(30))
+    assert seen == [tuple(range(30))] * 2
+    assert len(caplog.records) == 1
+    planned = load(module, PREFILL)
+    with pytest.raises(RuntimeError, match="AlignedAllocator"):
+        planned.plan(1, 2, 3, 4)
+    pool.grow(
+        torch.zeros(MIB, dtype=torch.uint8), 5 * MIB, kind="float", call="t", allocation_name="part"
+    )
+    planned.run(1, 2, 3)
+    assert seen[-1] == (1, 2, 3)
+
+
 def test_fmha_v2_grows_when_it_says_so() -> None:
     sizes = []
 

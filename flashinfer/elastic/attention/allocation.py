@@ -50,6 +50,8 @@ def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a device is capturing a graph."""
     if device.type != "cuda":
         return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 

@@ -17,6 +17,8 @@ passes through as it is.
 from __future__ import annotations
 
 import functools
+import logging
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,8 @@ import torch
 
 from . import overflow, pool, sizing, wrappers
 from .signatures import Family, Launch
+
+_logger = logging.getLogger("flashinfer.elastic")
 
 Function = Callable[..., Any]
 
@@ -61,6 +65,8 @@ class ElasticSpec:
         return ElasticModule(self._spec.build_and_load(), self._family)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_spec":  # an instance that was never initialised, as copying makes
+            raise AttributeError(name)
         return getattr(self._spec, name)
 
     def __repr__(self) -> str:
@@ -75,6 +81,8 @@ class ElasticModule:
         self._family = family
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("_module", "_family"):  # never initialised, as copying makes
+            raise AttributeError(name)
         # Only what is asked for is looked up: a module of several architectures compiles another
         # one when it is asked for a function that it lacks.
         value = getattr(self._module, name)
@@ -124,7 +132,7 @@ def _redirect(args: tuple[Any, ...], positions: tuple[int, ...]) -> tuple[Any, .
     changed: list[Any] | None = None
     for position in positions:
         buffer = args[position]
-        if buffer.data_ptr() not in pool.grown:
+        if not _has_grown(buffer):
             continue
         larger = pool.replacement(buffer)
         if larger is not buffer:
@@ -133,12 +141,17 @@ def _redirect(args: tuple[Any, ...], positions: tuple[int, ...]) -> tuple[Any, .
     return args if changed is None else tuple(changed)
 
 
+def _has_grown(buffer: Any) -> bool:
+    """Whether an argument may have a replacement; where others stand than we think, it has none."""
+    return isinstance(buffer, torch.Tensor) and buffer.data_ptr() in pool.grown
+
+
 def _plan(function: Function, module: Any, call: str) -> Function:
     """Wrap a function that carves a float and an integer workspace."""
     grown = pool.grown
 
     def plan(*args: Any) -> Any:
-        if grown and (args[_FLOAT].data_ptr() in grown or args[_INTEGER].data_ptr() in grown):
+        if grown and (_has_grown(args[_FLOAT]) or _has_grown(args[_INTEGER])):
             return _plan_in_replacements(function, module, call, args)
         try:
             return function(*args)
@@ -181,6 +194,8 @@ def _grow_for_plan(
     bool
         Whether any of them is larger than what the plan was given.
     """
+    if not all(isinstance(buffer, torch.Tensor) for buffer in args[: _PAGE_LOCKED + 1]):
+        return False
     buffer = args[_FLOAT if shortage.is_float else _INTEGER]
     needed = {True: 0, False: 0}
     needed[shortage.is_float] = shortage.needed(pool.nbytes(buffer))
@@ -248,11 +263,15 @@ def _implements(module: Any, name: str) -> bool:
 def _launch(function: Function, layouts: dict[int, Launch], call: str) -> Function:
     """Wrap a function that is given a workspace and its size."""
     grown = pool.grown
+    known: dict[int, Launch | None] = {}  # by number of arguments, once the first call has matched
 
     def launch(*args: Any) -> Any:
-        layout = layouts.get(len(args))
+        try:
+            layout = known[len(args)]
+        except KeyError:
+            layout = known[len(args)] = _matching(args, layouts, call)
         if layout is None:
-            return function(*args)  # a version with other arguments: upstream's own behaviour
+            return function(*args)
         if grown:
             args = _redirect_launch(args, layout)
         if _may_be_short(args, layout):
@@ -269,10 +288,30 @@ def _launch(function: Function, layouts: dict[int, Launch], call: str) -> Functi
     return launch
 
 
+def _matching(args: tuple[Any, ...], layouts: dict[int, Launch], call: str) -> Launch | None:
+    """Return the layout of a call, or None if its arguments are not those of any tested version."""
+    layout = layouts.get(len(args))
+    if layout is not None:
+        tensors = [layout.workspace, layout.counters, layout.query]
+        integers = [layout.size]
+        if layout.query is not None:
+            integers += [layout.max_query, layout.batch, layout.multiprocessors]
+        if all(isinstance(args[i], torch.Tensor) for i in tensors if i is not None) and all(
+            isinstance(args[i], numbers.Integral) for i in integers
+        ):
+            return layout
+    _logger.warning(
+        "%s takes other arguments than in the FlashInfer releases that were tested: its workspace "
+        "does not grow",
+        call,
+    )
+    return None
+
+
 def _redirect_launch(args: tuple[Any, ...], layout: Launch) -> tuple[Any, ...]:
     """Return the arguments with the replacements of workspace and counters, if they have any."""
     workspace = args[layout.workspace]
-    if workspace.data_ptr() in pool.grown:
+    if _has_grown(workspace):
         larger = pool.replacement(workspace)
         if larger is not workspace:
             args = _with_workspace(args, layout, larger)

@@ -241,12 +241,14 @@ def float_overflow(make: Callable[..., Case]) -> dict[str, Any]:
     _, plan, run = make(buffer)
     error = attempt(plan) or attempt(run)
     first = list(state.overflows)
+    counted = any(call["function"] == "workspace_size" for call in state.calls)
     state.overflows.clear()
     state.calls.clear()
     error = error or attempt(plan) or attempt(run)
     return {
         "error": error,
         "first": first,
+        "counted": counted,
         "again": list(state.overflows),
         "faults": state.faults,
         "calls": list(state.calls),
