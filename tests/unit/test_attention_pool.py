@@ -173,6 +173,15 @@ def test_integer_workspaces_have_a_twin_and_mirror_their_plan() -> None:
     assert bool((given[:100] == 3).all())
 
 
+def test_growth_in_inference_mode_serves_outside_of_it_too() -> None:
+    with torch.inference_mode():
+        given, locked = buffer(), buffer()
+        larger, _ = grow(given, 5 * MIB, "integer", page_locked=locked)
+    larger[:100] = 9
+    pool.mirror(larger)
+    assert bool((given[:100] == 9).all())
+
+
 def test_the_cap_names_asked_given_cap_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.CAP, "8")
     given = buffer()

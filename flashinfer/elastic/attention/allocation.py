@@ -27,6 +27,12 @@ def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     torch.OutOfMemoryError
         If the device has not that much memory.
     """
+    # Servers run in inference mode; what is allocated in it may not be written outside of it.
+    with torch.inference_mode(False):
+        return _zeros(nbytes, device)
+
+
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     with torch.cuda.device(device), _relaxed_capture():
@@ -42,7 +48,7 @@ def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def page_locked(nbytes: int, like: torch.Tensor) -> torch.Tensor:
     """Return a ``[nbytes]`` uint8 tensor in host memory, page-locked if another one is."""
-    with _relaxed_capture():
+    with _relaxed_capture(), torch.inference_mode(False):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=like.is_pinned())
 
 

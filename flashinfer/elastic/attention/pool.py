@@ -85,7 +85,8 @@ class Generation:
         """Return the memory as a one-dimensional tensor of a dtype, the same object every time."""
         view = self.views.get(dtype)
         if view is None:
-            view = self.views[dtype] = self.data.view(dtype)
+            with torch.inference_mode(False):
+                view = self.views[dtype] = self.data.view(dtype)
         return view
 
 
@@ -241,8 +242,10 @@ def mirror(written: torch.Tensor) -> None:
     data = slot.newest.data
     if data.data_ptr() != written.data_ptr():
         return
-    for earlier in slot.earlier():
-        earlier.copy_(data[: earlier.numel()], non_blocking=True)
+    # Servers run in inference mode, and what they allocated there may only be written there.
+    with torch.inference_mode():
+        for earlier in slot.earlier():
+            earlier.copy_(data[: earlier.numel()], non_blocking=True)
 
 
 def grow(
