@@ -44,7 +44,7 @@ class Fabric {
   };
   Place locate(const void* address) const;
 
-  // Empty words left out: how many words of a rank's buffers hold something nobody has read.
+  // How many words of a rank's buffers hold something that nobody has read.
   uint64_t unread(uint32_t rank) const;
 
   // Stops `rank`, whose first failure is kept. As on devices, a rank that gave up waiting does not

@@ -56,7 +56,7 @@ uint64_t required_bytes(Strategy strategy, ElementType type, uint32_t tokens, ui
 Group::Group(const Settings& settings)
     : settings_(checked(settings)),
       fabric_(settings.ranks, settings.buffer_bytes),
-      rotations_(settings.ranks, Rotation{settings.first_epoch, 0}),
+      rotations_(settings.ranks, Rotation{settings.first_epoch, 0, 0}),
       epochs_(settings.ranks, settings.first_epoch) {
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
     for (uint32_t i = 0; i < settings_.multiprocessors; ++i) {

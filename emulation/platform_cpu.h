@@ -192,9 +192,10 @@ inline uint64_t nanoseconds() { return emulation::nanoseconds(); }
 inline void pause() { emulation::pause(); }
 
 // Of several waits that expire, the group reports the first by itself.
-[[noreturn]] FE_COLD void fail_wait([[maybe_unused]] bool first, uint32_t rank, uint32_t peer,
-                                    const char* phase, uint32_t token, uint64_t waited_ns) {
-  emulation::fail_wait(rank, peer, phase, token, waited_ns);
+[[noreturn]] FE_COLD void fail_wait(bool first, uint32_t rank, uint32_t peer, const char* phase,
+                                    uint32_t token, uint64_t waited_ns) {
+  if (first) emulation::fail_wait(rank, peer, phase, token, waited_ns);
+  for (;;) pause();  // until the first has stopped this rank
 }
 
 }  // namespace flashinfer_elastic::hw
