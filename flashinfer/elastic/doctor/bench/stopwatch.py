@@ -1,0 +1,135 @@
+"""How a call is timed: the same procedure for every method.
+
+The ranks start a repetition together *on the GPU*: an all-reduce of one element, then a few calls
+of the method itself, none of them timed, come before the first event. What the hosts differ by is
+therefore not in the numbers.
+
+Inputs are used again and again, so they lie in the L2 cache where they fit, as they do in a server,
+where the kernel before has just written them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from .group import Group, attempt
+from .problem import Problem
+
+Call = Callable[[], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How often a method is called.
+
+    Attributes
+    ----------
+    calls : int
+        Back to back between two events.
+    lead : int
+        Before the first event, untimed.
+    repetitions : int
+        Times taken; a few more are made first and thrown away.
+    """
+
+    calls: int
+    lead: int
+    repetitions: int
+
+    @classmethod
+    def for_problem(cls, problem: Problem, *, quick: bool) -> Effort:
+        """Return an effort that takes milliseconds for every size."""
+        payload = problem.payload_bytes
+        calls = 50 if payload <= 2**21 else 20 if payload <= 2**24 else 10
+        return cls(calls, lead=4, repetitions=9 if quick else 31)
+
+
+class Stopwatch(Protocol):
+    """Times calls; both methods are collective and return microseconds a call, by repetition."""
+
+    def graph(self, call: Call, effort: Effort, after_capture: Callable[[], None]) -> list[float]:
+        """Time replays of a CUDA graph of back-to-back calls.
+
+        ``after_capture`` runs between the capture and the first replay.
+        """
+        ...
+
+    def eager(self, call: Call, effort: Effort) -> list[float]:
+        """Time back-to-back calls as the host makes them, its own time included."""
+        ...
+
+
+_WARM_UP = 3
+_HEAD_START_CYCLES = 300_000
+"""Some 150 us for which the GPU waits while the host puts a whole repetition in its queue."""
+
+
+class CudaStopwatch:
+    """Times with CUDA events on the current stream."""
+
+    def __init__(self, group: Group) -> None:
+        import torch.distributed as dist
+
+        self._group = group
+        self._stream = _cuda.Stream()
+        self._token = torch.zeros(1, device=group.device)
+        self._align: Call = lambda: dist.all_reduce(self._token)
+
+    def graph(self, call: Call, effort: Effort, after_capture: Callable[[], None]) -> list[float]:
+        lead, timed = attempt(self._group, lambda: self._capture(call, effort))
+        attempt(self._group, after_capture)
+        events = [_pair() for _ in range(_WARM_UP + effort.repetitions)]
+        for start, end in events:
+            _cuda._sleep(_HEAD_START_CYCLES)
+            lead.replay()
+            start.record()
+            timed.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return _microseconds(events, effort)
+
+    def eager(self, call: Call, effort: Effort) -> list[float]:
+        events = [_pair() for _ in range(_WARM_UP + effort.repetitions)]
+        for start, end in events:
+            self._group.barrier()
+            self._align()
+            for _ in range(effort.lead):
+                call()
+            start.record()
+            for _ in range(effort.calls):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+        return _microseconds(events, effort)
+
+    def _capture(
+        self, call: Call, effort: Effort
+    ) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
+        lead, timed = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Thread-local: NCCL's watchdog thread queries events while we capture.
+        with torch.cuda.graph(lead, stream=self._stream, capture_error_mode="thread_local"):
+            self._align()
+            for _ in range(effort.lead):
+                call()
+        with torch.cuda.graph(timed, stream=self._stream, capture_error_mode="thread_local"):
+            for _ in range(effort.calls):
+                call()
+        return lead, timed
+
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
+# Partly untyped, and more or less so in each release.
+_cuda: Any = torch.cuda
+
+
+def _pair() -> Events:
+    return _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+
+
+def _microseconds(events: list[Events], effort: Effort) -> list[float]:
+    return [start.elapsed_time(end) * 1e3 / effort.calls for start, end in events[_WARM_UP:]]
