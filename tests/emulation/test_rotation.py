@@ -144,9 +144,10 @@ def test_groups_run_side_by_side(machine: ModuleType) -> None:
 
 
 def held_calls(machine: ModuleType, problem: Problem, count: int) -> list[Any]:
+    """Keep rank 1 back in each call but the last, which has no next one to get ahead to."""
     return [
-        Prepared(problem).call(machine, "ONESHOT", hold="before_reading", held_rank=1)
-        for _ in range(count)
+        Prepared(problem).call(machine, "ONESHOT", hold=hold, held_rank=1)
+        for hold in ["before_reading"] * (count - 1) + ["none"]
     ]
 
 
