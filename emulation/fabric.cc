@@ -20,13 +20,21 @@ Fabric::Fabric(uint32_t ranks, uint64_t buffer_bytes)
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   memory_ = static_cast<std::byte*>(memory);
+  multicast_ = mmap(nullptr, rank_bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (multicast_ == MAP_FAILED) {
+    munmap(memory_, ranks_ * rank_bytes_);
+    throw std::bad_alloc();
+  }
   auto* words = reinterpret_cast<uint32_t*>(memory_);
   std::fill(words, words + ranks_ * rank_bytes_ / sizeof(uint32_t), kSentinel);
   for (uint32_t i = 0; i < ranks_; ++i) stopped_[i].store(false, std::memory_order_relaxed);
   begin_run();
 }
 
-Fabric::~Fabric() { munmap(memory_, ranks_ * rank_bytes_); }
+Fabric::~Fabric() {
+  munmap(multicast_, rank_bytes_);
+  munmap(memory_, ranks_ * rank_bytes_);
+}
 
 Fabric::Place Fabric::locate(const void* address) const {
   auto place = reinterpret_cast<uintptr_t>(address);
@@ -36,6 +44,12 @@ Fabric::Place Fabric::locate(const void* address) const {
   }
   uint64_t offset = place - base;
   return {true, static_cast<uint32_t>(offset / rank_bytes_), offset % rank_bytes_};
+}
+
+std::optional<uint64_t> Fabric::multicast_offset(uint64_t address) const {
+  uint64_t offset = address - multicast();
+  if (offset >= rank_bytes_ || offset % sizeof(Word4) != 0) return std::nullopt;
+  return offset;
 }
 
 uint64_t Fabric::unread(uint32_t rank) const {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,8 @@ class Fabric {
   uint32_t ranks() const { return ranks_; }
   uint64_t buffer_bytes() const { return buffer_bytes_; }
   std::byte* memory(uint32_t rank) const { return memory_ + rank * rank_bytes_; }
+  // Stands for all ranks' memory in multicast stores; any other access to it is an error.
+  uint64_t multicast() const { return reinterpret_cast<uint64_t>(multicast_); }
 
   struct Place {
     bool inside;  // of some rank's buffers, as a whole aligned word
@@ -43,6 +46,8 @@ class Fabric {
     uint64_t offset;
   };
   Place locate(const void* address) const;
+  // The offset that a multicast address stands for, if it is one.
+  std::optional<uint64_t> multicast_offset(uint64_t address) const;
 
   // How many words of a rank's buffers hold something that nobody has read.
   uint64_t unread(uint32_t rank) const;
@@ -65,6 +70,7 @@ class Fabric {
   uint64_t buffer_bytes_;
   uint64_t rank_bytes_;
   std::byte* memory_;
+  void* multicast_;
   std::unique_ptr<std::atomic<uint64_t>[]> begun_;
   std::unique_ptr<std::atomic<bool>[]> stopped_;
   mutable std::mutex mutex_;

@@ -113,10 +113,11 @@ Launch Group::launch(const Call& call, uint32_t rank) {
   for (uint32_t i = 0; i < ranks; ++i) {
     arguments.group.memory[i] = reinterpret_cast<uint64_t>(fabric_.memory(i));
   }
+  arguments.group.multicast = fabric_.multicast();
   arguments.problem = problem;
   auto kernel = call.strategy == Strategy::kOneShot ? one_shot_kernel : two_shot_kernel;
   bool whole = call.whole && has_whole_rows(problem, shape);
-  return {kernel({call.type, ranks, call.specialised, whole}), arguments, shape,
+  return {kernel({call.type, ranks, call.specialised, whole, call.multicast}), arguments, shape,
           row_tail_shared_bytes(problem.hidden), call.held_rank == rank ? call.hold : Hold::kNone};
 }
 

@@ -30,6 +30,7 @@ struct Call {
   ElementType type;
   bool specialised;                  // see kernels.h
   bool whole;                        // likewise, where the problem and the shape allow it
+  bool multicast;                    // likewise
   std::optional<LaunchShape> shape;  // launch_shape's by default
   Hold hold;
   uint32_t held_rank;

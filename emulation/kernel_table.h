@@ -10,7 +10,11 @@ namespace flashinfer_elastic::emulation {
 
 template <template <typename, uint32_t, typename, bool> class Algorithm, typename T,
           uint32_t kRanks>
-Kernel kernel_for(bool whole) {
+Kernel kernel_for(bool whole, bool multicast) {
+  if (multicast) {
+    return whole ? Algorithm<T, kRanks, Multicast<kRanks>, true>::run
+                 : Algorithm<T, kRanks, Multicast<kRanks>, false>::run;
+  }
   return whole ? Algorithm<T, kRanks, Unicast<kRanks>, true>::run
                : Algorithm<T, kRanks, Unicast<kRanks>, false>::run;
 }
@@ -19,17 +23,17 @@ template <template <typename, uint32_t, typename, bool> class Algorithm, typenam
 Kernel kernel_for(const Variant& variant) {
   switch (variant.specialised ? variant.ranks : 0) {
     case 2:
-      return kernel_for<Algorithm, T, 2>(variant.whole);
+      return kernel_for<Algorithm, T, 2>(variant.whole, variant.multicast);
     case 3:
-      return kernel_for<Algorithm, T, 3>(variant.whole);
+      return kernel_for<Algorithm, T, 3>(variant.whole, variant.multicast);
     case 4:
-      return kernel_for<Algorithm, T, 4>(variant.whole);
+      return kernel_for<Algorithm, T, 4>(variant.whole, variant.multicast);
     case 5:
-      return kernel_for<Algorithm, T, 5>(variant.whole);
+      return kernel_for<Algorithm, T, 5>(variant.whole, variant.multicast);
     case 8:
-      return kernel_for<Algorithm, T, 8>(variant.whole);
+      return kernel_for<Algorithm, T, 8>(variant.whole, variant.multicast);
     default:
-      return kernel_for<Algorithm, T, 0>(variant.whole);
+      return kernel_for<Algorithm, T, 0>(variant.whole, variant.multicast);
   }
 }
 

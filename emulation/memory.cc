@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdio>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -91,6 +92,20 @@ void send_word(Word4* address, Word4 value) {
   }
   for (uint32_t part : swap(address, parts)) {
     if (part != kSentinel) violation("store", address, "overwrote data that nobody has read");
+  }
+}
+
+void send_word_to_all(uint64_t address, Word4 value) {
+  Multiprocessor& m = *this_thread().multiprocessor;
+  Fabric& fabric = m.fabric();
+  std::optional<uint64_t> offset = fabric.multicast_offset(address);
+  if (!offset) {
+    violation("multicast store", reinterpret_cast<const void*>(address), "no multicast address");
+  }
+  uint32_t first = m.jitters() ? m.random(fabric.ranks()) : 0;
+  for (uint32_t i = 0; i < fabric.ranks(); ++i) {
+    uint32_t rank = (first + i) % fabric.ranks();
+    send_word(reinterpret_cast<Word4*>(fabric.memory(rank) + *offset), value);
   }
 }
 

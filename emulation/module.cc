@@ -60,13 +60,15 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
                                      const std::optional<Arrays>& gamma, float epsilon,
                                      float weight_bias,
                                      std::optional<std::array<uint32_t, 3>> shape, bool specialised,
-                                     bool whole, const std::string& hold, uint32_t held_rank) {
+                                     bool whole, bool multicast, const std::string& hold,
+                                     uint32_t held_rank) {
   auto bound = std::make_unique<BoundCall>();
   Call& call = bound->call;
   call.strategy = strategy;
   call.type = type;
   call.specialised = specialised;
   call.whole = whole;
+  call.multicast = multicast;
   if (shape) call.shape = LaunchShape{(*shape)[0], (*shape)[1], (*shape)[2]};
   call.hold = hold_named(hold);
   call.held_rank = held_rank;
@@ -174,7 +176,7 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
       py::arg("output"), py::arg("residual_in") = py::none(), py::arg("residual_out") = py::none(),
       py::arg("gamma") = py::none(), py::arg("epsilon") = 0.0f, py::arg("weight_bias") = 0.0f,
       py::arg("shape") = py::none(), py::arg("specialised") = true, py::arg("whole") = true,
-      py::arg("hold") = "none", py::arg("held_rank") = 0);
+      py::arg("multicast") = false, py::arg("hold") = "none", py::arg("held_rank") = 0);
 
   py::class_<Group>(m, "Group")
       .def(py::init([](uint32_t ranks, uint64_t buffer_bytes, double timeout_s, uint64_t seed,

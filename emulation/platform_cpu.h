@@ -67,6 +67,9 @@ inline Word4 load_shared_by_ranks(const Word4* address) { return emulation::load
 inline void store_shared_by_ranks(Word4* address, Word4 value) {
   emulation::send_word(address, value);
 }
+inline void store_to_all_ranks(uint64_t address, Word4 value) {
+  emulation::send_word_to_all(address, value);
+}
 inline void reset_shared_by_ranks(Word4* address) { emulation::reset_word(address); }
 
 // ---- this rank's own device memory ----

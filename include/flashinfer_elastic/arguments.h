@@ -28,6 +28,7 @@ struct Group {
   uint64_t timeout_ns;    // of each wait for a peer; 0 = for ever
   uint64_t buffer_bytes;  // of each of the two Lamport buffers, which lie one behind the other
   Rotation* rotation;
+  uint64_t multicast;          // where a store reaches all ranks' buffers; 0 = nowhere
   uint64_t memory[kMaxRanks];  // where each rank's buffers are mapped in this process
 };
 

@@ -80,8 +80,9 @@ class OneShot {
     Segment<T> sum{};
 #pragma unroll
     for (uint32_t i = 0; i < T::kWords; ++i) {
-      sum.word[i] = reduce_word<T, kRanks>(group_, link_, offset(token, 0, segment, i),
-                                           slot_bytes<T>(problem_.hidden), own.word[i], token);
+      sum.word[i] =
+          reduce_word<T, kRanks, Link::kEchoes>(group_, link_, offset(token, 0, segment, i),
+                                                slot_bytes<T>(problem_.hidden), own.word[i], token);
     }
     return sum;
   }

@@ -147,6 +147,14 @@ FE_DEVICE void store_shared_by_ranks(Word4* address, Word4 v) {
                : "memory");
 }
 
+// `address` is a multicast one, for which only multimem instructions are defined.
+FE_DEVICE void store_to_all_ranks(uint64_t address, Word4 v) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+               "f"(__uint_as_float(v.x)), "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)),
+               "f"(__uint_as_float(v.w))
+               : "memory");
+}
+
 // Makes a word that was just read empty again. Same thread and address as the load before it,
 // which is all the order it needs.
 FE_DEVICE void reset_shared_by_ranks(Word4* address) {

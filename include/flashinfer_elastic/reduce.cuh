@@ -14,11 +14,11 @@ FE_SHARED constexpr uint32_t batch_of(uint32_t ranks) {
 }
 
 // `first` is the offset of rank 0's word, `stride` the distance to the next rank's. This rank's own
-// word is `mine`; its slot is not used.
-template <typename T, uint32_t kRanks, typename Link>
+// word is `mine`; its slot is not used, or has an echo of it to be taken in (`kEchoed`).
+template <typename T, uint32_t kRanks, bool kEchoed, typename Link>
 FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first, uint64_t stride,
                             Word4 mine, uint32_t token) {
-  if constexpr (kRanks == 2) {
+  if constexpr (kRanks == 2 && !kEchoed) {
     // The sum of two is the same in either order.
     uint32_t peer = 1 - group.rank;
     Word4* slot = link.mine(first + peer * stride);
@@ -39,7 +39,7 @@ FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first
     for (uint32_t i = 0; i < kBatch; ++i) {
       uint32_t source = base + i;
       seen[i] = mine;
-      if (source < ranks && source != group.rank) {
+      if (source < ranks && (kEchoed || source != group.rank)) {
         seen[i] = hw::load_shared_by_ranks(link.mine(first + source * stride));
       }
     }
@@ -47,7 +47,7 @@ FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first
     for (uint32_t i = 0; i < kBatch; ++i) {
       uint32_t source = base + i;
       if (source >= ranks) break;
-      if (source != group.rank) {
+      if (kEchoed || source != group.rank) {
         Word4* slot = link.mine(first + source * stride);
         seen[i] = wait_for_word(group, slot, seen[i], {source, token, "the contribution"});
         hw::reset_shared_by_ranks(slot);

@@ -4,6 +4,8 @@
 //   to_peers(offset, word)     store to every rank but this one
 //   to(rank, offset, word)     store to one other rank
 //   mine(offset)               this rank's own copy
+//   kEchoes                    whether to_peers stores to this rank too: then the word has to be
+//                              taken in like any other, or it would be found there two calls later
 //
 // `offset` is in bytes from the start of a rank's buffers and the same on all ranks. Stores are
 // relaxed: the word is its own flag (wait.cuh) and nothing else is ordered by it.
@@ -25,6 +27,8 @@ FE_DEVICE uint32_t rank_count(const Group& group) {
 template <uint32_t kRanks>
 class Unicast {
  public:
+  static constexpr bool kEchoes = false;
+
   FE_DEVICE explicit Unicast(const Group& group) : group_(group) {}
 
   // Starts with the next rank, so that the ranks do not all store to the same one at once.
@@ -47,6 +51,30 @@ class Unicast {
 
  private:
   const Group& group_;
+};
+
+// One store that NVLink's switches copy to all ranks. What goes to a single rank takes the same way
+// as above: an ordinary store to a multicast address is not defined.
+template <uint32_t kRanks>
+class Multicast {
+ public:
+  static constexpr bool kEchoes = true;
+
+  FE_DEVICE explicit Multicast(const Group& group) : group_(group), unicast_(group) {}
+
+  FE_DEVICE void to_peers(uint64_t offset, Word4 word) const {
+    hw::store_to_all_ranks(group_.multicast + offset, word);
+  }
+
+  FE_DEVICE void to(uint32_t rank, uint64_t offset, Word4 word) const {
+    unicast_.to(rank, offset, word);
+  }
+
+  FE_DEVICE Word4* mine(uint64_t offset) const { return unicast_.mine(offset); }
+
+ private:
+  const Group& group_;
+  Unicast<kRanks> unicast_;
 };
 
 }  // namespace flashinfer_elastic

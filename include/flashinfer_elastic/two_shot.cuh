@@ -41,7 +41,7 @@ class TwoShot {
         uint32_t token = team * ranks + owner;
         if (token >= problem.tokens) continue;
         tail.finish(token, [&](uint32_t segment) {
-          return step == 0 && share.single() ? own_sum : op.sum(token, owner, segment);
+          return step == 0 && keeps_own_sum(share) ? own_sum : op.sum(token, owner, segment);
         });
       }
       team = next;
@@ -103,16 +103,23 @@ class TwoShot {
       Segment<T> mine = share_.single() ? own : contribution(token, s);
 #pragma unroll
       for (uint32_t i = 0; i < T::kWords; ++i) {
-        sum.word[i] =
-            reduce_word<T, kRanks>(group_, link_, offset(contribution_slot(token, 0, ranks), s, i),
-                                   slot_bytes<T>(problem_.hidden), mine.word[i], token);
+        sum.word[i] = reduce_word<T, kRanks, false>(
+            group_, link_, offset(contribution_slot(token, 0, ranks), s, i),
+            slot_bytes<T>(problem_.hidden), mine.word[i], token);
         uint64_t result = offset(sum_slot(token, problem_.tokens, ranks), s, i);
         link_.to_peers(result, sum.word[i]);
-        // With several segments a thread, this rank reads its own sums back like anyone's.
-        if (!share_.single()) hw::store_shared_by_ranks(link_.mine(result), sum.word[i]);
+        if (!keeps_own_sum(share_) && !Link::kEchoes) {
+          hw::store_shared_by_ranks(link_.mine(result), sum.word[i]);
+        }
       }
     }
     return sum;
+  }
+
+  // Whether the sum of this rank's own token stays in registers. With several segments a thread, or
+  // where it echoes, this rank reads it back like anyone's.
+  FE_DEVICE static bool keeps_own_sum(const RowShare<kWhole>& share) {
+    return share.single() && !Link::kEchoes;
   }
 
   FE_DEVICE Segment<T> sum(uint32_t token, uint32_t owner, uint32_t segment) const {
