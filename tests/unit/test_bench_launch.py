@@ -206,8 +206,8 @@ def test_the_limits_compile(arch: int) -> None:
     try:
         cubin = kernels.compile_cubin(source, arch)
     except RuntimeError as error:
-        if "nvrtc" in str(error) and "load" in str(error):
-            pytest.skip(f"NVRTC is not installed: {error}")
+        if "libnvrtc" in str(error):
+            pytest.skip("NVRTC is not installed")
         raise
     for name in (b"push_to_all", b"push_shares", b"do_nothing", b"pass_flag"):
         assert name in cubin

@@ -30,16 +30,17 @@ def versions() -> dict[str, str]:
     nccl: Any = importlib.import_module("torch.cuda.nccl")
     return {
         "flashinfer": __version__,
-        "flashinfer-python": _installed("flashinfer-python"),
+        "flashinfer-python": flashinfer_python(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
         "NCCL": ".".join(map(str, nccl.version())),
     }
 
 
-def _installed(distribution: str) -> str:
+def flashinfer_python() -> str:
+    """Return the version of the FlashInfer beside this wheel."""
     try:
-        return importlib.metadata.version(distribution)
+        return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         return UNKNOWN
 

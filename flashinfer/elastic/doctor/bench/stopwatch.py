@@ -78,6 +78,9 @@ class CudaStopwatch:
         self._stream = _cuda.Stream()
         self._token = torch.zeros(1, device=group.device)
         self._align: Call = lambda: dist.all_reduce(self._token)
+        # Once outside of any capture, for NCCL to connect.
+        self._align()
+        torch.cuda.synchronize()
 
     def graph(self, call: Call, effort: Effort, after_capture: Callable[[], None]) -> list[float]:
         lead, timed = attempt(self._group, lambda: self._capture(call, effort))
@@ -109,16 +112,29 @@ class CudaStopwatch:
     def _capture(
         self, call: Call, effort: Effort
     ) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
-        lead, timed = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Thread-local: NCCL's watchdog thread queries events while we capture.
-        with torch.cuda.graph(lead, stream=self._stream, capture_error_mode="thread_local"):
+        def lead() -> None:
             self._align()
             for _ in range(effort.lead):
                 call()
-        with torch.cuda.graph(timed, stream=self._stream, capture_error_mode="thread_local"):
+
+        def timed() -> None:
             for _ in range(effort.calls):
                 call()
-        return lead, timed
+
+        return self._record(lead), self._record(timed)
+
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture work into a graph, without the garbage collection of ``torch.cuda.graph``."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            # Thread-local: NCCL's watchdog thread queries events while we capture.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph
 
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import machine
 from ..problem import EPSILON, Data, Problem
 from . import Method, Runnable
 from .rig import Rig
@@ -77,7 +78,12 @@ sizes, and safe where the successor waits for it, as these do."""
 
 
 def _native(use_oneshot: bool | None) -> Callable[[Rig], Method]:
-    return lambda rig: Fused(rig.comm, rig.native, use_oneshot, {"": {}})
+    def make(rig: Rig) -> Method:
+        if use_oneshot is not None and machine.flashinfer_python() == "0.6.12":
+            raise NotImplementedError("FlashInfer 0.6.12 does not pass use_oneshot on to mnnvl")
+        return Fused(rig.comm, rig.native, use_oneshot, {"": {}})
+
+    return make
 
 
 def _trtllm(use_oneshot: bool) -> Callable[[Rig], Method]:
