@@ -19,6 +19,7 @@ class RowShare {
   FE_DEVICE explicit RowShare(uint32_t hidden) : segments_(segments_of(hidden)) {
     uint32_t partials = partials_of(hidden);
     uint32_t per_block = ceil_div(partials, hw::cluster_size()) * kWarpLanes;
+    blocks_ = ceil_div(partials, per_block / kWarpLanes);
     uint32_t begin = per_block * hw::block_in_cluster();
     end_ = begin + per_block;
     if (end_ > partials * kWarpLanes) end_ = partials * kWarpLanes;
@@ -26,6 +27,8 @@ class RowShare {
     single_ = per_block <= hw::thread_count();
   }
 
+  // Blocks of the cluster that have a part in a row; the others, if any, come last.
+  FE_DEVICE uint32_t blocks() const { return blocks_; }
   FE_DEVICE uint32_t first() const { return first_; }
   FE_DEVICE uint32_t next(uint32_t segment) const { return segment + hw::thread_count(); }
   FE_DEVICE bool contains(uint32_t segment) const {
@@ -37,6 +40,7 @@ class RowShare {
 
  private:
   uint32_t segments_;
+  uint32_t blocks_;
   uint32_t first_;
   uint32_t end_;
   bool single_;
@@ -82,6 +86,9 @@ class RowTail {
   template <typename SumOf>
   FE_DEVICE void finish(uint32_t token, SumOf sum_of) {
     if (problem_.normalize) {
+      // A warp without a part in rows must not take part in their mailboxes either: nobody would
+      // wait for it, and it could find itself two rows behind.
+      if (in_cluster() && !share_.contains(share_.first())) return;
       add_and_normalize(token, sum_of);
     } else {
       for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
@@ -157,17 +164,16 @@ class RowTail {
 
   // Rows use two sets of partials in turn: a warp that is one row ahead must not overwrite what
   // others still read. Two rows ahead is impossible, because a row needs the partials of all warps
-  // of all blocks.
+  // that read any.
   FE_DEVICE uint32_t set() const { return row_ % kSets; }
 
-  // Every block of the cluster gets every partial.
+  // Every block of the cluster that has a part in the row gets every partial.
   FE_DEVICE void publish(uint32_t index, uint32_t count, float value) const {
     float* place = partials_ + set() * count + index;
-    uint32_t blocks = hw::cluster_size();
     uint32_t lane = hw::thread_index() % kWarpLanes;
-    if (blocks == 1) {
+    if (hw::cluster_size() == 1) {
       if (lane == 0) *place = value;
-    } else if (lane < blocks) {
+    } else if (lane < share_.blocks()) {
       hw::post(boxes_ + set(), place, lane, value);
     }
   }
