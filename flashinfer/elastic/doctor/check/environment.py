@@ -1,0 +1,54 @@
+"""The settings in the environment, each checked by the code that obeys it."""
+
+from __future__ import annotations
+
+import os
+
+from flashinfer.elastic.allreduce import settings, topology
+
+from . import alone
+from .facts import Environment, Setting
+
+_PREFIXES = ("FLASHINFER_MNNVL_", "FLASHINFER_ELASTIC_")
+
+
+def gather() -> Environment:
+    """Read and check the settings of this process."""
+    attention = alone.load("attention.settings")
+    problems: dict[str, str] = {}
+    valid: dict[str, str] = {}
+    for name in (settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S):
+        value = os.environ.get(name, "")
+        try:
+            settings.read({name: value})
+            valid[name] = value
+        except ValueError as error:
+            problems[name] = str(error)
+    cap = None
+    try:
+        cap = attention.cap_bytes()
+    except ValueError as error:
+        problems[attention.CAP] = str(error)
+    read = settings.read(valid)
+    known = {
+        settings.ENGINE,
+        settings.ONESHOT_MAX_MB,
+        settings.TIMEOUT_S,
+        topology.ALLOW_PCIE,
+        attention.SWITCH,
+        attention.CAP,
+    }
+    found = [
+        Setting(name, value, name in known, problems.get(name, ""))
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) and value.strip()
+    ]
+    return Environment(
+        engine=read.engine,
+        oneshot_max_bytes=read.oneshot_max_bytes,
+        timeout_s=read.timeout_s,
+        allow_pcie=topology.pcie_allowed(),
+        attention=attention.enabled(),
+        attention_cap_bytes=cap,
+        settings=tuple(found),
+    )
