@@ -16,6 +16,7 @@ from flashinfer.elastic.doctor.bench.methods import NAMES, Runnable, fused, unfu
 from flashinfer.elastic.doctor.bench.methods.addnorm import AddNorm
 from flashinfer.elastic.doctor.bench.problem import Data, Problem, deviation, expect, make_data
 from flashinfer.elastic.doctor.bench.session import OUT_OF_TIME, Plan, Session
+from flashinfer.elastic.doctor.bench.stopwatch import Effort
 
 PLAN = Plan((64, 48), (1, 3), methods=("nccl",), quick=True)
 REPETITIONS = [3.0, 1.0, 2.0, 5.0, 4.0]
@@ -236,3 +237,11 @@ def test_deviation_sees_one_element() -> None:
 
 def test_every_name_has_a_maker() -> None:
     assert set(NAMES) == {*fused.MAKERS, *unfused.MAKERS}
+
+
+def test_short_calls_are_made_more_often() -> None:
+    efforts = [Effort.for_problem(Problem(7168, 2**i), quick=False) for i in range(13)]
+    calls = [effort.calls for effort in efforts]
+    assert calls == sorted(calls, reverse=True)
+    assert calls[0] >= 100 and calls[-1] >= 10
+    assert all(effort.repetitions >= 20 and effort.lead > 0 for effort in efforts)

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import judge, launch, plot
@@ -52,8 +52,35 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "scripts/bench.py") -> int:
-    """Do what the command line asks for; return the exit code."""
+def show(found: Row | Skip) -> None:
+    """Print a row or a skip."""
+    if isinstance(found, Row):
+        print(
+            f"{found.hidden:>6} {found.tokens:>5} {found.mode:<6} {found.method:<17}"
+            f"{found.median_us:>9.2f} us  ({found.p10_us:.2f} - {found.p90_us:.2f})",
+            flush=True,
+        )
+    else:
+        where = f"{found.hidden} x {found.tokens}" if found.hidden else "all problems"
+        print(f"skipped {found.method}, {where}: {found.reason}", flush=True)
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    program: str = "scripts/bench.py",
+    progress: Callable[[Row | Skip], None] = show,
+) -> int:
+    """Do what the command line asks for; return the exit code.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        By default those of this process.
+    program : str
+        What to call it in the result file.
+    progress : callable
+        Is told of rows and skips as they come.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     if options.source:
@@ -66,7 +93,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/bench.p
         # FlashInfer's own switch, read by the processes that are started.
         os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     command = _command(arguments, program)
-    results, name, failures = launch.run(_job(options, ranks), launch.work, command, _progress)
+    results, name, failures = launch.run(_job(options, ranks), launch.work, command, progress)
     for failure in failures:
         print(f"\nFAILED: {failure}", file=sys.stderr)
     if not name:
@@ -105,18 +132,6 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _progress(found: Row | Skip) -> None:
-    if isinstance(found, Row):
-        print(
-            f"{found.hidden:>6} {found.tokens:>5} {found.mode:<6} {found.method:<17}"
-            f"{found.median_us:>9.2f} us  ({found.p10_us:.2f} - {found.p90_us:.2f})",
-            flush=True,
-        )
-    else:
-        where = f"{found.hidden} x {found.tokens}" if found.hidden else "all problems"
-        print(f"skipped {found.method}, {where}: {found.reason}", flush=True)
 
 
 def _summary(results: Results, file: Path) -> None:

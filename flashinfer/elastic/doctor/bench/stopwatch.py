@@ -11,6 +11,7 @@ where the kernel before has just written them.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -42,10 +43,16 @@ class Effort:
 
     @classmethod
     def for_problem(cls, problem: Problem, *, quick: bool) -> Effort:
-        """Return an effort that takes milliseconds for every size."""
-        payload = problem.payload_bytes
-        calls = 50 if payload <= 2**21 else 20 if payload <= 2**24 else 10
+        """Return an effort that takes milliseconds for every size.
+
+        What a graph itself takes to start is shared by its calls: the shorter, the more of them.
+        """
+        calls = next(calls for most, calls in _CALLS if problem.payload_bytes <= most)
         return cls(calls, lead=4, repetitions=9 if quick else 31)
+
+
+_CALLS = ((2**18, 100), (2**21, 50), (2**24, 20), (math.inf, 10))
+"""Up to so many bytes a rank, so many calls back to back."""
 
 
 class Stopwatch(Protocol):
