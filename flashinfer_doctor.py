@@ -1,9 +1,9 @@
 """Start ``flashinfer-doctor`` without importing FlashInfer.
 
-An ``import flashinfer.elastic`` first runs FlashInfer's own ``__init__.py``, which imports torch and
-takes seconds, or fails, or is that of another directory: what a doctor is asked about. So a bare
-package stands in for ``flashinfer`` in this process, made of the directory beside this file. This
-is a module of its own because anything below ``flashinfer`` could run too late.
+An ``import flashinfer.elastic`` first runs FlashInfer's own ``__init__.py``, which imports torch
+and takes seconds, or fails, or is that of another directory: what a doctor is asked about. So a
+bare package stands in for ``flashinfer`` in this process, made of the directory beside this file.
+This is a module of its own because anything below ``flashinfer`` would run too late.
 """
 
 from __future__ import annotations

@@ -136,8 +136,9 @@ def plan(tp: int, hidden: int, max_tokens: int, dtype: str, sm: str, svg: Path |
 def reproduce() -> None:
     """Show the reported failure in FlashInfer's own code, and the same call with this wheel.
 
-    Makes the call on this machine's GPUs, one process each. Without two of them it shows the failure
-    only and exits with 1; scripts/reproduce.py of the source repository brings an emulation along.
+    Makes the call on this machine's GPUs, one process each. Without two of them it shows the
+    failure only and exits with 1; scripts/reproduce.py of the source repository brings along an
+    emulation of the kernels.
     """
     _run("reproduce.report", "reproduce()")
 

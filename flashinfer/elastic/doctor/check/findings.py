@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flashinfer.elastic.allreduce import sizing, topology
 from flashinfer.elastic.shadow import REQUIREMENT, TESTED_VERSIONS
@@ -58,10 +58,10 @@ def judge(facts: Facts, group: Group | None = None) -> list[Finding]:
     found += _engine(facts)
     if group is not None:
         found += _memory(facts, group)
-    return found + [*_attention(facts), *_settings(facts)]
+    return [*found, *_attention(facts), *_settings(facts)]
 
 
-def healthy(findings: list[Finding]) -> bool:
+def healthy(findings: Sequence[Finding]) -> bool:
     """Return whether there is no problem."""
     return all(finding.level is not Level.PROBLEM for finding in findings)
 
@@ -94,14 +94,16 @@ def _installation(installed: Installation) -> Iterator[Finding]:
         )
     elif upstream.version.split("+")[0] in TESTED_VERSIONS:
         yield Finding(
-            "install", Level.OK, f"flashinfer-python {upstream.version}, a tested release."
+            "install",
+            Level.OK,
+            f"flashinfer-python {upstream.version}, a release it is tested with.",
         )
     else:
         yield Finding(
             "install",
             Level.NOTE,
-            f"flashinfer-python {upstream.version} is none of the tested releases "
-            f"({', '.join(TESTED_VERSIONS)}): modules are extended where the checks at import hold.",
+            f"flashinfer-python {upstream.version} is none of the tested releases, "
+            f"{', '.join(TESTED_VERSIONS)}: modules are extended where they pass the checks.",
         )
     if ours.version is None:
         yield Finding(
@@ -219,8 +221,8 @@ def _driver(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "driver",
             Level.UNKNOWN,
-            "no GPU is visible: whether the kernels run, NVLink, multicast and the engine cannot be "
-            "told here.",
+            "no GPU is visible: whether the kernels run, NVLink, multicast and the engine cannot "
+            "be told here.",
         )
         return
     models = sorted({gpu.name or "GPU of unknown name" for gpu in machine.gpus})
@@ -275,8 +277,8 @@ def _without_nvlink(facts: Facts, lacking: list[Pair], joined: list[Pair]) -> Fi
         return Finding(
             "nvlink",
             Level.NOTE,
-            f"no NVLink between {which}; {topology.ALLOW_PCIE} allows such groups, which are slower "
-            "than NCCL.",
+            f"no NVLink between {which}; {topology.ALLOW_PCIE} allows such groups, which are "
+            "slower than NCCL.",
         )
     return Finding(
         "nvlink",
@@ -386,8 +388,8 @@ def _memory(facts: Facts, group: Group) -> Iterator[Finding]:
         "memory",
         Level.NOTE,
         f"a workspace for {group.max_tokens:,} tokens of {group.hidden:,} elements of "
-        f"{group.element_bytes} bytes and {group.ranks} GPUs has buffers of {size:,} bytes and takes "
-        f"{taken:,} bytes of each GPU.",
+        f"{group.element_bytes} bytes and {group.ranks} GPUs has buffers of {size:,} bytes and "
+        f"takes {taken:,} bytes of each GPU.",
     )
     gpus = facts.machine.gpus
     if gpus and len(gpus) < group.ranks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from flashinfer.elastic.allreduce import topology
 from flashinfer.elastic.allreduce.driver import Driver, load_driver
@@ -18,6 +18,7 @@ from flashinfer.elastic.allreduce.identity import Identity
 from .facts import Gpu, Machine, Pair
 from .nvml import Nvml
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -83,9 +84,7 @@ def _open_driver(make: Callable[[], Driver], unknown: list[str]) -> tuple[Driver
         return driver, [first, *(driver.device(index) for index in range(1, count))]
     except Exception as error:
         # DriverError where there is a driver and no GPU; what cuda-python raises without libcuda.
-        unknown.append(
-            f"GPUs, multicast and peer access: the CUDA driver does not answer ({error})"
-        )
+        unknown.append(f"GPUs, multicast and peer access: no answer from the CUDA driver ({error})")
         return None, []
 
 
@@ -101,7 +100,7 @@ def _gpu(
     if driver is not None and device is not None:
 
         def attribute(name: str) -> int | None:
-            return _or_none(lambda: driver.attribute(device, name))
+            return _or_none(driver.attribute, device, name)
 
         major = attribute("COMPUTE_CAPABILITY_MAJOR")
         minor = attribute("COMPUTE_CAPABILITY_MINOR")
@@ -113,7 +112,7 @@ def _gpu(
         if virtual is not None and not (by_file is None and by_fabric is None):
             shareable = bool(virtual and (by_file or by_fabric))
         if shareable:
-            granularity = _or_none(lambda: driver.granularity(device, fabric=not by_file))
+            granularity = _or_none(driver.granularity, device, fabric=not by_file)
     described = nvml.describe(identity) if nvml else {}
     return Gpu(
         index=index,
@@ -144,8 +143,8 @@ def _pairs(
         nvlink = topology.NO_NVLINK if (a, b) in lacking else topology.UNKNOWN
         access = None
         if driver is not None:
-            there = _or_none(lambda a=a, b=b: driver.can_access_peer(devices[a], devices[b]))
-            back = _or_none(lambda a=a, b=b: driver.can_access_peer(devices[b], devices[a]))
+            there = _or_none(driver.can_access_peer, devices[a], devices[b])
+            back = _or_none(driver.can_access_peer, devices[b], devices[a])
             access = None if there is None or back is None else there and back
         pairs.append(
             Pair(
@@ -160,10 +159,10 @@ def _pairs(
     return pairs
 
 
-def _or_none(ask: Callable[[], T]) -> T | None:
+def _or_none(ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
     """Return an answer, or None where the driver or the installed cuda-python has none."""
     try:
-        return ask()
+        return ask(*args, **kwargs)
     except Exception:
         return None
 

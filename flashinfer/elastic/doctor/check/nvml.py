@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import uuid
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from flashinfer.elastic.allreduce.identity import Identity
-
-T = TypeVar("T")
 
 _FABRIC_STATES = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
 _FABRIC_COMPLETED = 3
@@ -59,29 +56,28 @@ class Nvml:
 
     def driver_version(self) -> str | None:
         """Return the driver's version."""
-        version = self._ask(lambda: self.api.nvmlSystemGetDriverVersion())
+        version = self._ask("nvmlSystemGetDriverVersion")
         return None if version is None else _text(version)
 
     def cuda_version(self) -> str | None:
         """Return the CUDA version that the driver is for."""
-        number = self._ask(lambda: self.api.nvmlSystemGetCudaDriverVersion_v2())
+        number = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
 
     def all_gpus(self) -> list[Identity]:
         """Return all GPUs, in NVML's order."""
-        count = self._ask(lambda: self.api.nvmlDeviceGetCount()) or 0
-        found = [self._ask(lambda i=i: self._name(i)) for i in range(count)]
+        count = self._ask("nvmlDeviceGetCount") or 0
+        found = [self._name(index) for index in range(count)]
         return [identity for identity in found if identity is not None]
 
     def describe(self, gpu: Identity) -> dict[str, Any]:
         """Return name, memory, links and fabric of a GPU; empty where NVML does not know it."""
-        api = self.api
         handle = self._handle(gpu)
         if handle is None:
             return {}
-        name = self._ask(lambda: api.nvmlDeviceGetName(handle))
-        memory = self._ask(lambda: api.nvmlDeviceGetMemoryInfo(handle))
-        capability = self._ask(lambda: api.nvmlDeviceGetCudaComputeCapability(handle))
+        name = self._ask("nvmlDeviceGetName", handle)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
         fabric, fabric_error = self._fabric(handle)
         return {
             "name": None if name is None else _text(name),
@@ -112,34 +108,37 @@ class Nvml:
         first, second = self._handle(one), self._handle(other)
         if first is None or second is None:
             return None
-        level = self._ask(lambda: self.api.nvmlDeviceGetTopologyCommonAncestor(first, second))
+        level = self._ask("nvmlDeviceGetTopologyCommonAncestor", first, second)
         return None if level is None else _PATHS.get(level, str(level))
 
-    def _name(self, index: int) -> Identity:
-        handle = self.api.nvmlDeviceGetHandleByIndex(index)
-        name = _text(self.api.nvmlDeviceGetUUID(handle)).removeprefix("GPU-")
-        bus = _text(self.api.nvmlDeviceGetPciInfo(handle).busId)
-        return Identity("", uuid.UUID(name).hex, bus, False, False, 1)
+    def _name(self, index: int) -> Identity | None:
+        handle = self._ask("nvmlDeviceGetHandleByIndex", index)
+        name = self._ask("nvmlDeviceGetUUID", handle)
+        pci = self._ask("nvmlDeviceGetPciInfo", handle)
+        if name is None or pci is None:
+            return None
+        gpu = uuid.UUID(_text(name).removeprefix("GPU-")).hex
+        return Identity("", gpu, _text(pci.busId), False, False, 1)
 
     def _handle(self, gpu: Identity) -> Any:
         name = f"GPU-{uuid.UUID(hex=gpu.gpu)}"
-        return self._ask(lambda: self.api.nvmlDeviceGetHandleByUUID(name))
+        return self._ask("nvmlDeviceGetHandleByUUID", name)
 
     def _links(self, handle: Any) -> list[int]:
         """Return the links of a GPU that are up."""
         up = []
         for link in range(getattr(self.api, "NVML_NVLINK_MAX_LINKS", 18)):
-            state = self._ask(lambda link=link: self.api.nvmlDeviceGetNvLinkState(handle, link))
+            state = self._ask("nvmlDeviceGetNvLinkState", handle, link)
             if state:
                 up.append(link)
         return up
 
     def _leads_to(self, handle: Any, link: int, other: Identity) -> bool:
-        info = self._ask(lambda: self.api.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
+        info = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
         return info is not None and _same_bus(_text(info.busId), other.pci_bus_id)
 
     def _leads_to_switch(self, handle: Any, link: int) -> bool:
-        kind = self._ask(lambda: self.api.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link))
+        kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
         return kind is not None and bool(kind == self.api.NVML_NVLINK_DEVICE_TYPE_SWITCH)
 
     def _fabric(self, handle: Any) -> tuple[str | None, str]:
@@ -148,19 +147,15 @@ class Nvml:
         if record is None:
             return None, ""
         info = record()
-
-        def ask() -> Any:
-            self.api.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
-            return info
-
-        if self._ask(ask) is None:
+        # NVML's "success" is 0; no answer is None.
+        if self._ask("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info)) is None:
             return None, ""
         state = _FABRIC_STATES.get(info.state, f"state {info.state}")
         if info.state != _FABRIC_COMPLETED:
             return state, ""
         wrong = []
         if info.status:
-            wrong.append(self._error_text(info.status))
+            wrong.append(str(self.api.NVMLError(info.status)))
         wrong += [
             name
             for shift, name in _FABRIC_HEALTH.items()
@@ -168,13 +163,10 @@ class Nvml:
         ]
         return state, ", ".join(wrong)
 
-    def _error_text(self, status: int) -> str:
-        return self._ask(lambda: str(self.api.NVMLError(status))) or f"NVML error {status}"
-
-    def _ask(self, question: Callable[[], T]) -> T | None:
+    def _ask(self, function: str, *arguments: Any) -> Any:
         """Return an answer, or None where this driver or this nvidia-ml-py has none."""
         try:
-            return question()
+            return getattr(self.api, function)(*arguments)
         except (self.api.NVMLError, AttributeError):
             return None
 

@@ -7,19 +7,22 @@ is written after each step, so that a crash leaves what was known, and ``at`` sa
 Standard library only: everything else is what is being tested.
 """
 
+from __future__ import annotations
+
 import importlib
 import json
 import os
 import sys
+from typing import Any
 
 
-def main(result_file, library, names):  # type: ignore[no-untyped-def]
+def main(result_file: str, library: str, names: list[str]) -> None:
     """Do all steps; keep ``result_file`` up to date."""
     if sys.path and sys.path[0] == "":
         del sys.path[0]  # -c puts the working directory there, a console script does not
-    result = {"at": "", "flashinfer_file": None, "imports": {}, "registry": {}}
+    result: dict[str, Any] = {"at": "", "flashinfer_file": None, "imports": {}, "registry": {}}
 
-    def save(step):  # type: ignore[no-untyped-def]
+    def save(step: str) -> None:
         result["at"] = step
         part = result_file + ".part"
         with open(part, "w") as file:
@@ -58,18 +61,19 @@ def main(result_file, library, names):  # type: ignore[no-untyped-def]
     save("")
 
 
-def _describe(error):  # type: ignore[no-untyped-def]
+def _describe(error: BaseException) -> str:
     """Return an error's type and the first line of its text."""
     lines = str(error).strip().splitlines()
     return type(error).__name__ + (": " + lines[0] if lines else "")
 
 
-def _missing(error):  # type: ignore[no-untyped-def]
+def _missing(error: BaseException) -> str | None:
     """Return the module that was not found, if that is the error or what led to it."""
-    while error is not None:
-        if isinstance(error, ModuleNotFoundError):
-            return error.name
-        error = error.__cause__ or error.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ModuleNotFoundError):
+            return cause.name
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

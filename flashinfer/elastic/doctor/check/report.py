@@ -62,10 +62,8 @@ def _findings(findings: Sequence[Finding]) -> Table:
 
 
 def _gpus(facts: Facts) -> Table:
-    shown = table(
-        "", "GPU", "name", "arch", ">free", ">of", ">links", "multicast*", "fabric", "engine"
-    )
-    shown.title = None
+    columns = ("GPU", "name", "arch", ">free", ">of", ">links", "multicast*", "fabric", "engine")
+    shown = table("What there is", *columns)
     shown.caption = "* the attribute, which does not prove that multicast works"
     shown.caption_justify = "left"
     for gpu in facts.machine.gpus:

@@ -1,7 +1,7 @@
 """What becomes of each call of a caller: with upstream's workspace, and with ours.
 
-Plain integer arithmetic. Upstream is FlashInfer 0.6.x: later versions apply the same rule, round the
-result up to the granularity of the memory, and take a machine with multicast.
+Plain integer arithmetic. Upstream is FlashInfer 0.6.x: later versions apply the same rule, round
+the result up to the granularity of the memory, and take a machine with multicast.
 """
 
 from __future__ import annotations
@@ -142,10 +142,7 @@ def outcome(
     theirs = upstream_strategy(problem, tokens, ask)
     size = sizing.oneshot_bytes if theirs == Strategy.ONESHOT else sizing.twoshot_bytes
     needed = size(tokens, *shape)
-    if ask is Ask.AUTO:
-        requested = strategy.auto(tokens, *shape, arch)
-    else:
-        requested = Strategy[ask.name]
+    requested = strategy.auto(tokens, *shape, arch) if ask is Ask.AUTO else Strategy[ask.name]
     steps = strategy.resolve(requested, tokens, *shape, our_buffer)
     served = Served(steps[0].strategy, len(steps))
     return Outcome(ask, theirs, needed, needed > upstream_buffer, served)

@@ -25,7 +25,7 @@ def show(
     arch: int,
     max_tokens: int,
     dtype: str,
-    cases: tuple[Case, ...],
+    cases: Sequence[Case],
 ) -> None:
     """Print all of the plan."""
     console.print(

@@ -117,7 +117,8 @@ class _Drawing:
 
 
 def _text(x: float, y: float, text: str, anchor: str, style: str = "label") -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text class="{style}" {place}>{escape(text)}</text>'
 
 
 def _span(values: Iterable[int]) -> tuple[float, float]:
