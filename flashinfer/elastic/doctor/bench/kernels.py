@@ -88,7 +88,8 @@ class Kernels:
             config.numAttrs = 1
         values = tuple(value for _, value in arguments)
         types = tuple(_C_TYPES[type_name] for type_name, _ in arguments)
-        _checked(driver.cuLaunchKernelEx(config, function, (values, types), 0))
+        parameters = (values, types) if arguments else 0
+        _checked(driver.cuLaunchKernelEx(config, function, parameters, 0))
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
