@@ -55,12 +55,15 @@ def version() -> str:
 setup(
     version=version(),
     packages=find_namespace_packages(include=["flashinfer", "flashinfer.*"]),
+    py_modules=["flashinfer_doctor"],
     package_data={"flashinfer.elastic": ["py.typed"]},
     install_requires=[
         requirements.tvm_ffi_at_run_time(),
+        "click>=8.1",
         "cuda-python",
         "flashinfer-python>=0.6.12,<0.8",
         "nvidia-ml-py",
+        "rich>=13",
         "torch",
     ],
     cmdclass={"build_py": BuildPython, "bdist_wheel": TaggedWheel},

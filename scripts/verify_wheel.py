@@ -31,7 +31,16 @@ from build_tools import binary, naming, upstream
 
 MOST_BYTES = 20_000_000
 LIBRARY = "flashinfer/elastic/lib/libflashinfer_elastic.so"
-REQUIRED = {"apache-tvm-ffi", "cuda-python", "flashinfer-python", "nvidia-ml-py", "torch"}
+LAUNCHER = "flashinfer_doctor.py"
+REQUIRED = {
+    "apache-tvm-ffi",
+    "click",
+    "cuda-python",
+    "flashinfer-python",
+    "nvidia-ml-py",
+    "rich",
+    "torch",
+}
 
 _NAME = re.compile(
     r"flashinfer-(?P<public>[^-+]+)\+cu(?P<cuda>\d+)\.(?P<archs>sm\d+(?:\.sm\d+)*)"
@@ -146,15 +155,15 @@ def check_licence(wheel: Wheel) -> str:
 
 
 def check_contents(wheel: Wheel) -> str:
-    """It holds the repository's ``flashinfer/``, the library, and nothing else."""
+    """It holds the repository's ``flashinfer/``, the library, the launcher, and nothing else."""
     tree = naming.REPOSITORY
     python = (path for path in (tree / "flashinfer").rglob("*.py"))
     expected = {path.relative_to(tree).as_posix() for path in python}
-    expected |= {LIBRARY, "flashinfer/elastic/py.typed"}
+    expected |= {LIBRARY, LAUNCHER, "flashinfer/elastic/py.typed"}
     found = {path for path in wheel.paths if not path.startswith(f"{wheel.metadata}/")}
     if difference := expected ^ found:
         raise UnfitError(f"wheel and source tree differ in {sorted(difference)}")
-    return f"{len(found)} files below flashinfer/"
+    return f"{len(found)} files"
 
 
 def check_upstream(wheel: Wheel) -> str:

@@ -20,11 +20,11 @@ def table(title: str, *columns: str) -> Table:
         title_style="bold",
         box=box.SIMPLE,
         pad_edge=False,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
     )
-    for column in columns:
+    for number, column in enumerate(columns):
         name = column.removeprefix(">")
-        made.add_column(name, justify="right" if name != column else "left")
+        made.add_column(name, justify="right" if name != column else "left", no_wrap=number == 0)
     return made
 
 

@@ -52,7 +52,8 @@ class Caller(NamedTuple):
     ----------
     name : str
         Of the program, and of the call where it has several: *fused* with residual and norm,
-        *unfused* an all-reduce alone, *auto* and *one-shot* as ``use_oneshot`` None and True.
+        *unfused* an all-reduce alone. *direct* is a program of one's own, with ``use_oneshot``
+        left alone (*auto*) or True (*one-shot*).
     reports : int
         Tokens that it reports as its maximum when it creates its workspace, and up to which it
         makes calls; 0 where it does not use FlashInfer for this group.
@@ -116,6 +117,6 @@ def callers(problem: Problem, max_tokens: int, arch: int) -> tuple[Caller, ...]:
         Caller("vLLM 0.33, fused", tokens(_FUSED_033)),
         Caller("vLLM 0.33, unfused", tokens(_ALONE_033)),
         Caller("SGLang", max_tokens),
-        Caller("FlashInfer, auto", max_tokens),
-        Caller("FlashInfer, one-shot", max_tokens, max_tokens),
+        Caller("direct, auto", max_tokens),
+        Caller("direct, one-shot", max_tokens, max_tokens),
     )

@@ -101,7 +101,7 @@ def _calls(cases: Sequence[Case]) -> Table:
 
 
 def _tokens(part: Range) -> str:
-    return f"{part.first:,}" if part.first == part.last else f"{part.first:,} - {part.last:,}"
+    return f"{part.first:,}" if part.first == part.last else f"{part.first:,}-{part.last:,}"
 
 
 def _theirs(result: Outcome) -> RenderableType:
