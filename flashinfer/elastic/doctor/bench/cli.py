@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +38,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>x<ranks>.json")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
     parser.add_argument("--host-cost", action="store_true", help="measure only the host's time")
-    parser.add_argument("--no-jit", action="store_true", help="build none of FlashInfer's modules")
     parser.add_argument(
         "--time-limit", type=positive, default=1800, metavar="S", help="seconds, all in all"
     )
@@ -89,9 +87,6 @@ def main(
     if ranks < 2:
         print(f"It takes two GPUs or more; there is {ranks}.", file=sys.stderr)
         return 2
-    if options.no_jit:
-        # FlashInfer's own switch, read by the processes that are started.
-        os.environ["FLASHINFER_DISABLE_JIT"] = "1"
     command = _command(arguments, program)
     results, name, failures = launch.run(_job(options, ranks), launch.work, command, progress)
     for failure in failures:
