@@ -100,14 +100,13 @@ def _native_layers(rig: Rig, data: Data) -> Layers:
     arguments = _arguments(rig, data, workspace)
     module: Any = importlib.import_module("flashinfer.comm.trtllm_mnnvl_ar")
     call = Call(
-        data.contribution,
-        arguments["norm_out"],
-        data.residual,
-        arguments["residual_out"],
-        data.gamma,
-        EPSILON,
-        0.0,
-        True,
+        input=data.contribution,
+        output=arguments["norm_out"],
+        residual_in=data.residual,
+        residual_out=arguments["residual_out"],
+        gamma=data.gamma,
+        epsilon=EPSILON,
+        dependent_launch=True,
     )
     layers: Layers = {
         "flashinfer.comm.allreduce_fusion": functools.partial(
