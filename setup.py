@@ -56,7 +56,10 @@ setup(
     version=version(),
     packages=find_namespace_packages(include=["flashinfer", "flashinfer.*"]),
     py_modules=["flashinfer_doctor"],
-    package_data={"flashinfer.elastic": ["py.typed"]},
+    package_data={
+        "flashinfer.elastic": ["py.typed"],
+        "flashinfer.elastic.doctor.bench": ["*.cu"],
+    },
     install_requires=[
         requirements.tvm_ffi_at_run_time(),
         "click>=8.1",
