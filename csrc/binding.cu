@@ -15,6 +15,7 @@
 #include <string>
 
 #include "flashinfer_elastic/arguments.h"
+#include "flashinfer_elastic/quantize.cuh"
 #include "launch.h"
 
 namespace flashinfer_elastic {
@@ -136,6 +137,67 @@ int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t buffer_bytes
 
 void context_destroy(int64_t context) { delete reinterpret_cast<Context*>(context); }
 
+// What all calls say of tokens [first, first + count), but for `output`.
+Problem problem_of(const Context& context, int64_t first, int64_t count, const TensorView& input,
+                   const Optional<TensorView>& residual_in,
+                   const Optional<TensorView>& residual_out, const Optional<TensorView>& gamma,
+                   double epsilon, double weight_bias) {
+  int device = context.device();
+  uint32_t bytes = element_bytes(element_type(input));
+  int64_t hidden = input.size(1);
+  Problem problem = {};
+  problem.tokens = static_cast<uint32_t>(count);
+  problem.hidden = static_cast<uint32_t>(hidden);
+  problem.input = skip_rows(rows_of("input", input, input, device, false), first, bytes);
+  problem.normalize = gamma.has_value();
+  if (!problem.normalize) return problem;
+  if (!residual_in.has_value() || !residual_out.has_value()) {
+    TVM_FFI_THROW(ValueError) << "residual_in and residual_out must be provided with gamma";
+  }
+  Rows before = rows_of("residual_in", residual_in.value(), input, device, false);
+  Rows after = rows_of("residual_out", residual_out.value(), input, device, true);
+  TensorView weight = gamma.value();
+  if (weight.numel() != hidden || !weight.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << "gamma must be dense and have the same shape as token dimension ("
+                              << hidden << ") but got (" << weight.numel() << ")";
+  }
+  problem.gamma_float32 = is(weight.dtype(), kDLFloat, 32);
+  if (!problem.gamma_float32) check_dtype("gamma", weight, input.dtype());
+  check_device("gamma", weight, device);
+  problem.residual_in = skip_rows(before, first, bytes);
+  problem.residual_out = skip_rows(after, first, bytes);
+  problem.gamma = address_of(weight);
+  problem.gamma_vectors = on_vector(problem.gamma);
+  problem.inverse_hidden = 1.0f / static_cast<float>(hidden);
+  problem.epsilon = static_cast<float>(epsilon);
+  problem.weight_bias = static_cast<float>(weight_bias);
+  return problem;
+}
+
+// Describes where the sum or the norm's output goes.
+void set_output(Problem& problem, int64_t first, const TensorView& output, const TensorView& input,
+                int device) {
+  Rows rows = rows_of("output", output, input, device, true);
+  problem.output = skip_rows(rows, first, element_bytes(element_type(input)));
+  if (problem.normalize && problem.output.address == problem.residual_out.address &&
+      problem.tokens > 0) {
+    TVM_FFI_THROW(ValueError) << "output and residual_out must be different tensors";
+  }
+}
+
+void launch(Context& context, int64_t strategy, const TensorView& input, const Problem& problem,
+            bool dependent_launch) {
+  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, context.device()));
+  try {
+    context.launch(static_cast<Strategy>(strategy), element_type(input), problem, dependent_launch,
+                   stream);
+  } catch (const std::invalid_argument& error) {
+    TVM_FFI_THROW(ValueError) << error.what();
+  } catch (const std::runtime_error& error) {
+    TVM_FFI_THROW(RuntimeError) << error.what();
+  }
+}
+
 // Tokens [first, first + count) of one call. Without gamma: all-reduce into `output`. With it:
 // residual_out = sum + residual_in, output = RMSNorm(residual_out).
 void allreduce(int64_t handle, int64_t strategy, int64_t first, int64_t count,
@@ -143,52 +205,108 @@ void allreduce(int64_t handle, int64_t strategy, int64_t first, int64_t count,
                Optional<TensorView> residual_in, Optional<TensorView> residual_out,
                Optional<TensorView> gamma, double epsilon, double weight_bias) {
   Context& context = *reinterpret_cast<Context*>(handle);
+  Problem problem = problem_of(context, first, count, input, residual_in, residual_out, gamma,
+                               epsilon, weight_bias);
+  set_output(problem, first, output, input, context.device());
+  launch(context, strategy, input, problem, dependent_launch);
+}
+
+// Codes of one byte each: e4m3, or pairs of e2m1, whatever the dtype calls them.
+void set_values(Quantization& quantization, int64_t first, const TensorView& values,
+                const TensorView& input, int device) {
+  int64_t tokens = input.size(0);
+  int64_t width = input.size(1) / (quantization.recipe == Recipe::kNvFloat4 ? 2 : 1);
+  if (values.ndim() != 2 || values.size(0) != tokens || values.size(1) != width) {
+    TVM_FFI_THROW(ValueError) << "quant_out must have the shape (" << tokens << ", " << width
+                              << ")";
+  }
+  if (values.dtype().bits * values.dtype().lanes != 8) {
+    TVM_FFI_THROW(ValueError) << "quant_out must have elements of one byte, got "
+                              << name_of(values.dtype());
+  }
+  check_device("quant_out", values, device);
+  int64_t stride = tokens > 1 ? values.stride(0) : width;
+  if ((width > 1 && values.stride(1) != 1) || stride < width) {
+    TVM_FFI_THROW(ValueError) << "quant_out must have dense rows that do not overlap, got strides ("
+                              << values.stride(0) << ", " << values.stride(1) << ")";
+  }
+  quantization.stride = stride;
+  quantization.vectors = address_of(values) % 8 == 0 && stride % 8 == 0;
+  quantization.values = address_of(values) + static_cast<uint64_t>(first * stride);
+}
+
+// One float a row, or one byte a block.
+void set_scales(Quantization& quantization, const Optional<TensorView>& scales,
+                const TensorView& input, int device) {
+  if (quantization.recipe == Recipe::kFloat8) return;
+  if (!scales.has_value()) TVM_FFI_THROW(ValueError) << "scale_out must be provided";
+  TensorView tensor = scales.value();
+  int64_t tokens = input.size(0), hidden = input.size(1);
+  int64_t needed = tokens, bits = 32;
+  if (uint32_t block = scale_block(quantization.recipe); block != 0) {
+    bits = 8;
+    if (hidden % block != 0) {
+      TVM_FFI_THROW(ValueError) << "the hidden dimension must be divisible by " << block << ", got "
+                                << hidden;
+    }
+    int64_t blocks = hidden / block;
+    needed = quantization.layout == ScaleLayout::kLinear
+                 ? tokens * blocks
+                 : (tokens + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
+  }
+  if (tensor.numel() < needed || tensor.dtype().bits * tensor.dtype().lanes != bits ||
+      !tensor.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << "scale_out must be contiguous and have " << needed
+                              << " elements of " << bits << " bits or more, got " << tensor.numel()
+                              << " of " << name_of(tensor.dtype());
+  }
+  check_device("scale_out", tensor, device);
+  quantization.scales = address_of(tensor);
+}
+
+// As `allreduce` with gamma, and `values` and `scales` are a quantised copy of the norm's output,
+// which itself need not be wanted. The recipe's scale is `scale_tensor`'s first element, or
+// `scale`.
+void allreduce_quantized(int64_t handle, int64_t strategy, int64_t first, int64_t count,
+                         bool dependent_launch, TensorView input, Optional<TensorView> output,
+                         TensorView residual_in, TensorView residual_out, TensorView gamma,
+                         double epsilon, double weight_bias, int64_t recipe, int64_t layout,
+                         TensorView values, Optional<TensorView> scales, double scale,
+                         Optional<TensorView> scale_tensor) {
+  Context& context = *reinterpret_cast<Context*>(handle);
   int device = context.device();
-  ElementType type = element_type(input);
-  uint32_t bytes = element_bytes(type);
-  Problem problem = {};
-  Rows in = rows_of("input", input, input, device, false);
-  Rows out = rows_of("output", output, input, device, true);
-  int64_t hidden = input.size(1);
-  problem.tokens = static_cast<uint32_t>(count);
-  problem.hidden = static_cast<uint32_t>(hidden);
-  problem.input = skip_rows(in, first, bytes);
-  problem.output = skip_rows(out, first, bytes);
-  problem.normalize = gamma.has_value();
-  if (problem.normalize) {
-    if (!residual_in.has_value() || !residual_out.has_value()) {
-      TVM_FFI_THROW(ValueError) << "residual_in and residual_out must be provided with gamma";
-    }
-    Rows before = rows_of("residual_in", residual_in.value(), input, device, false);
-    Rows after = rows_of("residual_out", residual_out.value(), input, device, true);
-    if (after.address == out.address && count > 0) {
-      TVM_FFI_THROW(ValueError) << "output and residual_out must be different tensors";
-    }
-    TensorView weight = gamma.value();
-    if (weight.numel() != hidden || !weight.IsContiguous()) {
-      TVM_FFI_THROW(ValueError)
-          << "gamma must be dense and have the same shape as token dimension (" << hidden
-          << ") but got (" << weight.numel() << ")";
-    }
-    problem.gamma_float32 = is(weight.dtype(), kDLFloat, 32);
-    if (!problem.gamma_float32) check_dtype("gamma", weight, input.dtype());
-    check_device("gamma", weight, device);
-    problem.residual_in = skip_rows(before, first, bytes);
-    problem.residual_out = skip_rows(after, first, bytes);
-    problem.gamma = address_of(weight);
-    problem.gamma_vectors = on_vector(problem.gamma);
-    problem.inverse_hidden = 1.0f / static_cast<float>(hidden);
-    problem.epsilon = static_cast<float>(epsilon);
-    problem.weight_bias = static_cast<float>(weight_bias);
+  Problem problem = problem_of(context, first, count, input, residual_in, residual_out, gamma,
+                               epsilon, weight_bias);
+  if (output.has_value()) {
+    set_output(problem, first, output.value(), input, device);
+  } else {
+    problem.output.vectors = true;
   }
-  auto stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  try {
-    context.launch(static_cast<Strategy>(strategy), type, problem, dependent_launch, stream);
-  } catch (const std::invalid_argument& error) {
-    TVM_FFI_THROW(ValueError) << error.what();
-  } catch (const std::runtime_error& error) {
-    TVM_FFI_THROW(RuntimeError) << error.what();
+  if (recipe < static_cast<int64_t>(Recipe::kFloat8) ||
+      recipe > static_cast<int64_t>(Recipe::kMxFloat8)) {
+    TVM_FFI_THROW(ValueError) << "unknown quantisation " << recipe;
   }
+  Quantization& quantization = problem.quantization;
+  quantization.recipe = static_cast<Recipe>(recipe);
+  quantization.layout = static_cast<ScaleLayout>(layout);
+  if (quantization.layout != ScaleLayout::kLinear &&
+      quantization.layout != ScaleLayout::kSwizzled128x4) {
+    TVM_FFI_THROW(ValueError) << "unknown scale layout " << layout;
+  }
+  quantization.first_row = static_cast<uint32_t>(first);
+  set_values(quantization, first, values, input, device);
+  set_scales(quantization, scales, input, device);
+  quantization.scale = static_cast<float>(scale);
+  if (scale_tensor.has_value()) {
+    TensorView tensor = scale_tensor.value();
+    check_device("output_scale", tensor, device);
+    if (!is(tensor.dtype(), kDLFloat, 32) || tensor.numel() < 1) {
+      TVM_FFI_THROW(ValueError) << "output_scale must have a float32 element, got "
+                                << tensor.numel() << " of " << name_of(tensor.dtype());
+    }
+    quantization.scale_address = address_of(tensor);
+  }
+  launch(context, strategy, input, problem, dependent_launch);
 }
 
 // {"archs": [90, 100], "cuda": "13.0"}: what this library was compiled for, and with.
@@ -205,4 +323,5 @@ tvm::ffi::String build_info() {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_create, flashinfer_elastic::context_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_destroy, flashinfer_elastic::context_destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_allreduce, flashinfer_elastic::allreduce);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_allreduce_quantized, flashinfer_elastic::allreduce_quantized);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_build_info, flashinfer_elastic::build_info);

@@ -7,38 +7,43 @@
 
 namespace flashinfer_elastic {
 
-template <template <typename, uint32_t, typename, bool> class Algorithm, typename T,
-          uint32_t kRanks, bool kWhole>
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T,
+          uint32_t kRanks, bool kWhole, bool kQuantized>
 __global__ void __launch_bounds__(kMaxThreads, kResidentThreads / kMaxThreads)
     run_kernel(const __grid_constant__ Arguments a) {
-  Algorithm<T, kRanks, Unicast<kRanks>, kWhole>::run(a);
+  Algorithm<T, kRanks, Unicast<kRanks>, kWhole, kQuantized>::run(a);
 }
 
-template <template <typename, uint32_t, typename, bool> class Algorithm, typename T,
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T,
           uint32_t kRanks>
-Kernel kernel_for(bool whole) {
-  return whole ? run_kernel<Algorithm, T, kRanks, true> : run_kernel<Algorithm, T, kRanks, false>;
+Kernel kernel_for(Variant variant) {
+  if (variant.quantized) {
+    return variant.whole ? run_kernel<Algorithm, T, kRanks, true, true>
+                         : run_kernel<Algorithm, T, kRanks, false, true>;
+  }
+  return variant.whole ? run_kernel<Algorithm, T, kRanks, true, false>
+                       : run_kernel<Algorithm, T, kRanks, false, false>;
 }
 
-template <template <typename, uint32_t, typename, bool> class Algorithm, typename T>
-Kernel kernel_for(uint32_t ranks, bool whole) {
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T>
+Kernel kernel_for(uint32_t ranks, Variant variant) {
   switch (ranks) {
     case 2:
-      return kernel_for<Algorithm, T, 2>(whole);
+      return kernel_for<Algorithm, T, 2>(variant);
     case 3:
-      return kernel_for<Algorithm, T, 3>(whole);
+      return kernel_for<Algorithm, T, 3>(variant);
     case 4:
-      return kernel_for<Algorithm, T, 4>(whole);
+      return kernel_for<Algorithm, T, 4>(variant);
     case 5:
-      return kernel_for<Algorithm, T, 5>(whole);
+      return kernel_for<Algorithm, T, 5>(variant);
     case 6:
-      return kernel_for<Algorithm, T, 6>(whole);
+      return kernel_for<Algorithm, T, 6>(variant);
     case 7:
-      return kernel_for<Algorithm, T, 7>(whole);
+      return kernel_for<Algorithm, T, 7>(variant);
     case 8:
-      return kernel_for<Algorithm, T, 8>(whole);
+      return kernel_for<Algorithm, T, 8>(variant);
     default:
-      return kernel_for<Algorithm, T, 0>(whole);
+      return kernel_for<Algorithm, T, 0>(variant);
   }
 }
 

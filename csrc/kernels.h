@@ -7,13 +7,17 @@ namespace flashinfer_elastic {
 
 using Kernel = void (*)(Arguments);
 
-// Each gives the kernel for a group of `ranks`, specialised for 2 to 8 and generic beyond. `whole`
-// asks for the faster one that takes only rows of whole vectors, one segment a thread.
-Kernel one_shot_float16(uint32_t ranks, bool whole);
-Kernel one_shot_bfloat16(uint32_t ranks, bool whole);
-Kernel one_shot_float32(uint32_t ranks, bool whole);
-Kernel two_shot_float16(uint32_t ranks, bool whole);
-Kernel two_shot_bfloat16(uint32_t ranks, bool whole);
-Kernel two_shot_float32(uint32_t ranks, bool whole);
+struct Variant {
+  bool whole;      // faster, and takes only rows of whole vectors, one segment a thread
+  bool quantized;  // writes a quantised copy of the norm's output
+};
+
+// Each gives the kernel for a group of `ranks`, specialised for 2 to 8 and generic beyond.
+Kernel one_shot_float16(uint32_t ranks, Variant variant);
+Kernel one_shot_bfloat16(uint32_t ranks, Variant variant);
+Kernel one_shot_float32(uint32_t ranks, Variant variant);
+Kernel two_shot_float16(uint32_t ranks, Variant variant);
+Kernel two_shot_bfloat16(uint32_t ranks, Variant variant);
+Kernel two_shot_float32(uint32_t ranks, Variant variant);
 
 }  // namespace flashinfer_elastic

@@ -40,18 +40,20 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-Kernel find_kernel(Strategy strategy, ElementType type, uint32_t ranks, bool whole) {
+Kernel find_kernel(Strategy strategy, ElementType type, uint32_t ranks, Variant variant) {
   bool one_shot = strategy == Strategy::kOneShot;
   switch (type) {
     case ElementType::kFloat16:
-      return one_shot ? one_shot_float16(ranks, whole) : two_shot_float16(ranks, whole);
+      return one_shot ? one_shot_float16(ranks, variant) : two_shot_float16(ranks, variant);
     case ElementType::kBFloat16:
-      return one_shot ? one_shot_bfloat16(ranks, whole) : two_shot_bfloat16(ranks, whole);
+      return one_shot ? one_shot_bfloat16(ranks, variant) : two_shot_bfloat16(ranks, variant);
     case ElementType::kFloat32:
-      return one_shot ? one_shot_float32(ranks, whole) : two_shot_float32(ranks, whole);
+      return one_shot ? one_shot_float32(ranks, variant) : two_shot_float32(ranks, variant);
   }
   throw std::invalid_argument("unknown element type");
 }
+
+bool is_quantized(const Problem& problem) { return problem.quantization.recipe != Recipe::kNone; }
 
 // Kernels load when they are first used, which may wait for kernels that run, and those may wait
 // for a rank that is loading. So a group's kernels are loaded when it is made.
@@ -59,9 +61,10 @@ void load_kernels(uint32_t ranks) {
   for (Strategy strategy : {Strategy::kOneShot, Strategy::kTwoShot}) {
     for (ElementType type :
          {ElementType::kFloat16, ElementType::kBFloat16, ElementType::kFloat32}) {
-      for (bool whole : {false, true}) {
+      for (Variant variant : {Variant{false, false}, Variant{true, false}, Variant{false, true},
+                              Variant{true, true}}) {
         cudaFuncAttributes attributes;
-        auto* kernel = reinterpret_cast<const void*>(find_kernel(strategy, type, ranks, whole));
+        auto* kernel = reinterpret_cast<const void*>(find_kernel(strategy, type, ranks, variant));
         check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
       }
     }
@@ -73,7 +76,7 @@ bool rows_are_whole(const Problem& problem) {
       problem.hidden % kSegmentElements == 0 && problem.input.vectors && problem.output.vectors;
   if (!problem.normalize) return whole;
   return whole && problem.residual_in.vectors && problem.residual_out.vectors &&
-         problem.gamma_vectors;
+         problem.gamma_vectors && (!is_quantized(problem) || problem.quantization.vectors);
 }
 
 uint64_t bytes_used(Strategy strategy, ElementType type, const Problem& problem, uint32_t ranks) {
@@ -130,7 +133,7 @@ void Context::launch(Strategy strategy, ElementType type, const Problem& problem
   LaunchShape shape =
       launch_shape(strategy, problem.tokens, problem.hidden, group_.ranks, multiprocessors_);
   bool whole = rows_are_whole(problem) && one_segment_a_thread(shape, problem.hidden);
-  Kernel kernel = find_kernel(strategy, type, group_.ranks, whole);
+  Kernel kernel = find_kernel(strategy, type, group_.ranks, Variant{whole, is_quantized(problem)});
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.clusters * shape.cluster);
@@ -154,7 +157,9 @@ void Context::launch(Strategy strategy, ElementType type, const Problem& problem
   config.numAttrs = dependent_launch ? 2 : 1;
 
   follow_last_stream(stream);
-  check(cudaLaunchKernelEx(&config, kernel, Arguments{group_, problem}), "launch");
+  Arguments arguments{group_, problem};
+  arguments.problem.sharing_blocks = sharing_blocks(shape, problem.hidden);
+  check(cudaLaunchKernelEx(&config, kernel, arguments), "launch");
 }
 
 }  // namespace flashinfer_elastic

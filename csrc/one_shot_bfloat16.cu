@@ -3,8 +3,8 @@
 
 namespace flashinfer_elastic {
 
-Kernel one_shot_bfloat16(uint32_t ranks, bool whole) {
-  return kernel_for<OneShot, BFloat16>(ranks, whole);
+Kernel one_shot_bfloat16(uint32_t ranks, Variant variant) {
+  return kernel_for<OneShot, BFloat16>(ranks, variant);
 }
 
 }  // namespace flashinfer_elastic

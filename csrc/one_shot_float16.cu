@@ -3,8 +3,8 @@
 
 namespace flashinfer_elastic {
 
-Kernel one_shot_float16(uint32_t ranks, bool whole) {
-  return kernel_for<OneShot, Float16>(ranks, whole);
+Kernel one_shot_float16(uint32_t ranks, Variant variant) {
+  return kernel_for<OneShot, Float16>(ranks, variant);
 }
 
 }  // namespace flashinfer_elastic

@@ -3,8 +3,8 @@
 
 namespace flashinfer_elastic {
 
-Kernel one_shot_float32(uint32_t ranks, bool whole) {
-  return kernel_for<OneShot, Float32>(ranks, whole);
+Kernel one_shot_float32(uint32_t ranks, Variant variant) {
+  return kernel_for<OneShot, Float32>(ranks, variant);
 }
 
 }  // namespace flashinfer_elastic

@@ -3,8 +3,8 @@
 
 namespace flashinfer_elastic {
 
-Kernel two_shot_float16(uint32_t ranks, bool whole) {
-  return kernel_for<TwoShot, Float16>(ranks, whole);
+Kernel two_shot_float16(uint32_t ranks, Variant variant) {
+  return kernel_for<TwoShot, Float16>(ranks, variant);
 }
 
 }  // namespace flashinfer_elastic

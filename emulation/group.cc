@@ -39,6 +39,7 @@ bool has_whole_rows(const Problem& p, const LaunchShape& shape) {
   bool vectors = p.input.vectors && p.output.vectors;
   if (p.normalize) {
     vectors = vectors && p.residual_in.vectors && p.residual_out.vectors && p.gamma_vectors;
+    vectors = vectors && (p.quantization.recipe == Recipe::kNone || p.quantization.vectors);
   }
   return vectors && p.hidden % kSegmentElements == 0 && one_segment_a_thread(shape, p.hidden);
 }
@@ -115,10 +116,13 @@ Launch Group::launch(const Call& call, uint32_t rank) {
   }
   arguments.group.multicast = fabric_.multicast();
   arguments.problem = problem;
+  arguments.problem.sharing_blocks = sharing_blocks(shape, problem.hidden);
   auto kernel = call.strategy == Strategy::kOneShot ? one_shot_kernel : two_shot_kernel;
   bool whole = call.whole && has_whole_rows(problem, shape);
-  return {kernel({call.type, ranks, call.specialised, whole, call.multicast}), arguments, shape,
-          row_tail_shared_bytes(problem.hidden), call.held_rank == rank ? call.hold : Hold::kNone};
+  bool quantized = problem.quantization.recipe != Recipe::kNone;
+  return {kernel({call.type, ranks, call.specialised, whole, quantized, call.multicast}), arguments,
+          shape, row_tail_shared_bytes(problem.hidden),
+          call.held_rank == rank ? call.hold : Hold::kNone};
 }
 
 void Group::run(const std::vector<Call>& calls, const Attendance& attendance) {

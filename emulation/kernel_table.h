@@ -8,36 +8,43 @@
 
 namespace flashinfer_elastic::emulation {
 
-template <template <typename, uint32_t, typename, bool> class Algorithm, typename T,
-          uint32_t kRanks>
-Kernel kernel_for(bool whole, bool multicast) {
-  if (multicast) {
-    return whole ? Algorithm<T, kRanks, Multicast<kRanks>, true>::run
-                 : Algorithm<T, kRanks, Multicast<kRanks>, false>::run;
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T,
+          uint32_t kRanks, typename Link>
+Kernel kernel_over(const Variant& variant) {
+  if (variant.quantized) {
+    return variant.whole ? Algorithm<T, kRanks, Link, true, true>::run
+                         : Algorithm<T, kRanks, Link, false, true>::run;
   }
-  return whole ? Algorithm<T, kRanks, Unicast<kRanks>, true>::run
-               : Algorithm<T, kRanks, Unicast<kRanks>, false>::run;
+  return variant.whole ? Algorithm<T, kRanks, Link, true, false>::run
+                       : Algorithm<T, kRanks, Link, false, false>::run;
 }
 
-template <template <typename, uint32_t, typename, bool> class Algorithm, typename T>
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T,
+          uint32_t kRanks>
+Kernel kernel_for_ranks(const Variant& variant) {
+  return variant.multicast ? kernel_over<Algorithm, T, kRanks, Multicast<kRanks>>(variant)
+                           : kernel_over<Algorithm, T, kRanks, Unicast<kRanks>>(variant);
+}
+
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T>
 Kernel kernel_for(const Variant& variant) {
   switch (variant.specialised ? variant.ranks : 0) {
     case 2:
-      return kernel_for<Algorithm, T, 2>(variant.whole, variant.multicast);
+      return kernel_for_ranks<Algorithm, T, 2>(variant);
     case 3:
-      return kernel_for<Algorithm, T, 3>(variant.whole, variant.multicast);
+      return kernel_for_ranks<Algorithm, T, 3>(variant);
     case 4:
-      return kernel_for<Algorithm, T, 4>(variant.whole, variant.multicast);
+      return kernel_for_ranks<Algorithm, T, 4>(variant);
     case 5:
-      return kernel_for<Algorithm, T, 5>(variant.whole, variant.multicast);
+      return kernel_for_ranks<Algorithm, T, 5>(variant);
     case 8:
-      return kernel_for<Algorithm, T, 8>(variant.whole, variant.multicast);
+      return kernel_for_ranks<Algorithm, T, 8>(variant);
     default:
-      return kernel_for<Algorithm, T, 0>(variant.whole, variant.multicast);
+      return kernel_for_ranks<Algorithm, T, 0>(variant);
   }
 }
 
-template <template <typename, uint32_t, typename, bool> class Algorithm>
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm>
 Kernel kernel_for(const Variant& variant) {
   switch (variant.type) {
     case ElementType::kFloat16:

@@ -12,6 +12,7 @@ struct Variant {
   uint32_t ranks;
   bool specialised;  // compiled for just this number of ranks, if there is one; else for any
   bool whole;        // every row is made of whole vectors, one a thread
+  bool quantized;    // writes a quantised copy of the norm's output
   bool multicast;    // sends to all ranks at once
 };
 

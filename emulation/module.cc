@@ -9,9 +9,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "flashinfer_elastic/platform.cuh"
+#include "flashinfer_elastic/quantize.cuh"
 #include "group.h"
 
 namespace py = pybind11;
@@ -47,6 +49,42 @@ Rows rows_of(const py::array& array, ElementType type, py::ssize_t tokens, py::s
   return {address, static_cast<int64_t>(array.strides(0) / bytes), vectors};
 }
 
+// One rank's quantised copy: how, into what arrays, and what its scale is.
+struct Quantize {
+  Recipe recipe;
+  ScaleLayout layout;
+  uint32_t first_row;
+  Arrays values;
+  std::optional<Arrays> scales;  // whole, whatever the chunk
+  float scale;
+  std::optional<py::array> scale_array;
+};
+
+Quantization quantization_of(const Quantize& q, size_t rank, py::ssize_t tokens,
+                             py::ssize_t hidden) {
+  Quantization result{};
+  const py::array& values = q.values.at(rank);
+  py::ssize_t width = q.recipe == Recipe::kNvFloat4 ? hidden / 2 : hidden;
+  uint32_t block = scale_block(q.recipe);
+  if (values.ndim() != 2 || values.itemsize() != 1 || values.shape(0) != tokens ||
+      values.shape(1) != width || (width > 1 && values.strides(1) != 1) ||
+      (block != 0 && hidden % block != 0) ||
+      (q.recipe != Recipe::kFloat8 && !q.scales.has_value())) {
+    throw std::invalid_argument("quantised arrays have the wrong shape");
+  }
+  auto address = reinterpret_cast<uint64_t>(values.data());
+  result.recipe = q.recipe;
+  result.layout = q.layout;
+  result.first_row = q.first_row;
+  result.scale = q.scale;
+  if (q.scale_array) result.scale_address = reinterpret_cast<uint64_t>(q.scale_array->data());
+  result.values = address;
+  result.stride = values.strides(0);
+  result.vectors = address % 8 == 0 && (tokens <= 1 || values.strides(0) % 8 == 0);
+  if (q.scales) result.scales = reinterpret_cast<uint64_t>(q.scales->at(rank).data());
+  return result;
+}
+
 Hold hold_named(const std::string& name) {
   if (name == "none") return Hold::kNone;
   if (name == "at_launch") return Hold::kAtLaunch;
@@ -54,14 +92,12 @@ Hold hold_named(const std::string& name) {
   throw std::invalid_argument("no such hold: " + name);
 }
 
-std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const Arrays& input,
-                                     const Arrays& output, const std::optional<Arrays>& residual_in,
-                                     const std::optional<Arrays>& residual_out,
-                                     const std::optional<Arrays>& gamma, float epsilon,
-                                     float weight_bias,
-                                     std::optional<std::array<uint32_t, 3>> shape, bool specialised,
-                                     bool whole, bool multicast, const std::string& hold,
-                                     uint32_t held_rank) {
+std::unique_ptr<BoundCall> make_call(
+    Strategy strategy, ElementType type, const Arrays& input, const std::optional<Arrays>& output,
+    const std::optional<Arrays>& residual_in, const std::optional<Arrays>& residual_out,
+    const std::optional<Arrays>& gamma, float epsilon, float weight_bias,
+    std::optional<std::array<uint32_t, 3>> shape, bool specialised, bool whole, bool multicast,
+    const std::string& hold, uint32_t held_rank, const std::optional<Quantize>& quantize) {
   auto bound = std::make_unique<BoundCall>();
   Call& call = bound->call;
   call.strategy = strategy;
@@ -74,7 +110,8 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
   call.held_rank = held_rank;
   size_t ranks = input.size();
   bool normalize = gamma.has_value();
-  if (ranks == 0 || output.size() != ranks || residual_in.has_value() != normalize ||
+  if (ranks == 0 || (output.has_value() ? output->size() != ranks : !quantize.has_value()) ||
+      (quantize.has_value() && !normalize) || residual_in.has_value() != normalize ||
       residual_out.has_value() != normalize ||
       (normalize &&
        (gamma->size() != ranks || residual_in->size() != ranks || residual_out->size() != ranks)) ||
@@ -88,7 +125,12 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
     problem.tokens = static_cast<uint32_t>(tokens);
     problem.hidden = static_cast<uint32_t>(hidden);
     problem.input = rows_of(input[rank], type, tokens, hidden, false);
-    problem.output = rows_of(output[rank], type, tokens, hidden, true);
+    if (output) {
+      problem.output = rows_of((*output)[rank], type, tokens, hidden, true);
+    } else {
+      problem.output.vectors = true;
+    }
+    if (quantize) problem.quantization = quantization_of(*quantize, rank, tokens, hidden);
     problem.normalize = normalize;
     problem.inverse_hidden = 1.0f / static_cast<float>(hidden);
     problem.epsilon = epsilon;
@@ -108,9 +150,14 @@ std::unique_ptr<BoundCall> make_call(Strategy strategy, ElementType type, const 
     }
     call.problem.push_back(problem);
   }
-  bound->keep_alive = {input, output};
-  for (const auto* arrays : {&residual_in, &residual_out, &gamma}) {
+  bound->keep_alive = {input};
+  for (const auto* arrays : {&output, &residual_in, &residual_out, &gamma}) {
     if (*arrays) bound->keep_alive.push_back(**arrays);
+  }
+  if (quantize) {
+    bound->keep_alive.push_back(quantize->values);
+    if (quantize->scales) bound->keep_alive.push_back(*quantize->scales);
+    if (quantize->scale_array) bound->keep_alive.push_back({*quantize->scale_array});
   }
   return bound;
 }
@@ -171,12 +218,37 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
       .value("BFLOAT16", ElementType::kBFloat16)
       .value("FLOAT32", ElementType::kFloat32);
 
+  py::enum_<Recipe>(m, "Recipe")
+      .value("FLOAT8", Recipe::kFloat8)
+      .value("NV_FLOAT4", Recipe::kNvFloat4)
+      .value("DYNAMIC_FLOAT8", Recipe::kDynamicFloat8)
+      .value("MX_FLOAT8", Recipe::kMxFloat8);
+  py::enum_<ScaleLayout>(m, "ScaleLayout")
+      .value("SWIZZLED_128X4", ScaleLayout::kSwizzled128x4)
+      .value("LINEAR", ScaleLayout::kLinear);
+  py::class_<Quantize>(m, "Quantize")
+      .def(py::init([](Recipe recipe, ScaleLayout layout, uint32_t first_row, Arrays values,
+                       std::optional<Arrays> scales, float scale,
+                       std::optional<py::array> scale_array) {
+             return Quantize{recipe,
+                             layout,
+                             first_row,
+                             std::move(values),
+                             std::move(scales),
+                             scale,
+                             std::move(scale_array)};
+           }),
+           py::arg("recipe"), py::arg("layout"), py::kw_only(), py::arg("first_row") = 0,
+           py::arg("values"), py::arg("scales") = py::none(), py::arg("scale") = 1.0f,
+           py::arg("scale_array") = py::none());
+
   py::class_<BoundCall>(m, "Call").def(
       py::init(&make_call), py::arg("strategy"), py::arg("type"), py::kw_only(), py::arg("input"),
       py::arg("output"), py::arg("residual_in") = py::none(), py::arg("residual_out") = py::none(),
       py::arg("gamma") = py::none(), py::arg("epsilon") = 0.0f, py::arg("weight_bias") = 0.0f,
       py::arg("shape") = py::none(), py::arg("specialised") = true, py::arg("whole") = true,
-      py::arg("multicast") = false, py::arg("hold") = "none", py::arg("held_rank") = 0);
+      py::arg("multicast") = false, py::arg("hold") = "none", py::arg("held_rank") = 0,
+      py::arg("quantize") = py::none());
 
   py::class_<Group>(m, "Group")
       .def(py::init([](uint32_t ranks, uint64_t buffer_bytes, double timeout_s, uint64_t seed,
@@ -212,6 +284,9 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
       py::arg("strategy"), py::arg("tokens"), py::arg("hidden"), py::arg("ranks"),
       py::arg("multiprocessors"));
 
+  m.def("e4m3_of_float", py::vectorize(hw::e4m3_of_float));
+  m.def("float_of_e4m3", py::vectorize(hw::float_of_e4m3));
+  m.def("e2m1_of_float", py::vectorize(e2m1_of_float));
   m.def("half_of_float", py::vectorize(hw::half_of_float));
   m.def("float_of_half", py::vectorize(hw::float_of_half));
   m.def("bfloat_of_float", py::vectorize(hw::bfloat_of_float));

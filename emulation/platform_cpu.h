@@ -98,6 +98,11 @@ inline uint32_t load_global(const uint32_t* address) { return *address; }
 inline void store_global(uint32_t* address, uint32_t value) { *address = value; }
 inline uint16_t load_global(const uint16_t* address) { return *address; }
 inline void store_global(uint16_t* address, uint16_t value) { *address = value; }
+inline void store_global(uint64_t* address, uint64_t value) {
+  emulation::check_vector(address);
+  *address = value;
+}
+inline void store_global(uint8_t* address, uint8_t value) { *address = value; }
 
 // ---- arithmetic: IEEE round to nearest even, never contracted (-ffp-contract=off) ----
 
@@ -119,6 +124,9 @@ inline float with_device_nan(float value) {
 
 inline float add(float a, float b) { return with_device_nan(a + b); }
 inline float mul(float a, float b) { return with_device_nan(a * b); }
+inline float divide(float a, float b) { return with_device_nan(a / b); }
+inline float minimum(float a, float b) { return with_device_nan(std::fmin(a, b)); }
+inline float maximum(float a, float b) { return with_device_nan(std::fmax(a, b)); }
 inline float fma(float a, float b, float c) { return with_device_nan(std::fma(a, b, c)); }
 
 // 1 / sqrt(a), rounded once: the float64 quotient is at most next to a tie, and which side of it
@@ -187,6 +195,31 @@ inline uint16_t bfloat_of_float(float value) {
 
 inline uint32_t bfloat2_of_floats(float low, float high) {
   return bfloat_of_float(low) | static_cast<uint32_t>(bfloat_of_float(high)) << 16;
+}
+
+inline uint32_t e4m3_of_float(float value) {
+  uint32_t bits = bits_of_float(value);
+  uint32_t sign = bits >> 24 & 0x80u;
+  uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7f;
+  if (magnitude >= 0x43e00000u) return sign | 0x7e;  // 448 and beyond
+  if (magnitude >= 0x3c800000u) {                    // normal
+    return sign | (magnitude + 0x7ffffu + (magnitude >> 20 & 1u) - (120u << 23)) >> 20;
+  }
+  // Counts of 2**-9, rounded by the add: 2**14 has just that unit in the last place.
+  return sign | (bits_of_float(float_of_bits(magnitude) + 0x1p14f) - bits_of_float(0x1p14f));
+}
+
+inline uint32_t e4m3x2_of_floats(float low, float high) {
+  return e4m3_of_float(low) | e4m3_of_float(high) << 8;
+}
+
+inline float float_of_e4m3(uint32_t byte) {
+  uint32_t magnitude = byte & 0x7fu;
+  if (magnitude == 0x7f) return float_of_bits(0x7fffffffu);
+  float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f
+                              : float_of_bits((magnitude << 20) + (120u << 23));
+  return (byte & 0x80u) != 0 ? -value : value;
 }
 
 // ---- time and failure ----

@@ -39,12 +39,36 @@ struct Rows {
   bool vectors;  // every row starts on a 16-byte boundary
 };
 
+// How a norm's output is quantised: the recipes are in quantize.cuh. The numbers are upstream's.
+enum class Recipe : uint32_t {
+  kNone = 0,
+  kFloat8 = 1,         // e4m3, by a scale that is given
+  kNvFloat4 = 2,       // e2m1, with an e4m3 scale for each 16 elements
+  kDynamicFloat8 = 3,  // e4m3, with a float scale for each row
+  kMxFloat8 = 4,       // e4m3, with a power of two for each 32 elements
+};
+
+// Where block scales lie. The numbers are upstream's.
+enum class ScaleLayout : uint32_t { kSwizzled128x4 = 0, kLinear = 2 };
+
+struct Quantization {
+  Recipe recipe;
+  ScaleLayout layout;
+  uint32_t first_row;      // the place among the scales' rows of this chunk's first token
+  float scale;             // what the caller gave as a number,
+  uint64_t scale_address;  // or, if not zero, where one float lies
+  uint64_t values;         // of this chunk's first token
+  int64_t stride;          // in bytes between rows of values, which are dense themselves
+  bool vectors;            // every row of values starts on an 8-byte boundary
+  uint64_t scales;         // of row 0
+};
+
 // One call, or one chunk of one.
 struct Problem {
   uint32_t tokens;
   uint32_t hidden;
   Rows input;
-  Rows output;       // the sum, or with `normalize` the norm's output
+  Rows output;  // the sum, or with `normalize` the norm's output; its address may be 0 if quantised
   Rows residual_in;  // the rest only with `normalize`
   Rows residual_out;
   uint64_t gamma;  // `hidden` elements, of the problem's type or fp32
@@ -54,6 +78,8 @@ struct Problem {
   float inverse_hidden;  // 1 / hidden
   float epsilon;
   float weight_bias;
+  uint32_t sharing_blocks;    // of a cluster, see launch_shape.h; filled by who launches
+  Quantization quantization;  // only with `normalize`
 };
 
 struct Arguments {

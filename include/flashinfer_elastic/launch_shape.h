@@ -52,6 +52,12 @@ inline LaunchShape launch_shape(Strategy strategy, uint32_t tokens, uint32_t hid
   return {cluster, units < resident ? units : resident, threads};
 }
 
+// How many blocks of a cluster have a part in a row, the first ones; the last may have none.
+inline uint32_t sharing_blocks(const LaunchShape& shape, uint32_t hidden) {
+  uint32_t warps = detail::round_up_quotient(detail::round_up_quotient(hidden, 8), 32);
+  return detail::round_up_quotient(warps, detail::round_up_quotient(warps, shape.cluster));
+}
+
 // Whether a thread has at most one segment of a row.
 inline bool one_segment_a_thread(const LaunchShape& shape, uint32_t hidden) {
   uint32_t warps = detail::round_up_quotient(detail::round_up_quotient(hidden, 8), 32);

@@ -11,14 +11,14 @@
 
 namespace flashinfer_elastic {
 
-template <typename T, uint32_t kRanks, typename Link, bool kWhole>
+template <typename T, uint32_t kRanks, typename Link, bool kWhole, bool kQuantized>
 class OneShot {
  public:
   // The whole kernel: a cluster of blocks works on one row at a time.
   FE_DEVICE static void run(const Arguments& arguments) {
     const Problem& problem = arguments.problem;
     RowShare<kWhole> share(problem.hidden);
-    RowTail<T, kWhole> tail(problem, share);
+    RowTail<T, kWhole, kQuantized> tail(problem, share);
     hw::wait_for_predecessor();
     hw::allow_successor();
     OneShot op(arguments, share);
@@ -26,6 +26,7 @@ class OneShot {
     Segment<T> own = op.send(token);
     op.turn_.pass_on();
     tail.prepare();
+    if (tail.is_idle()) return;
     while (token < problem.tokens) {
       // The next row is on its way before this one is waited for, which keeps the links busy; and
       // rows are sent in the same order everywhere before anything is waited for, so no two ranks

@@ -207,6 +207,8 @@ FE_DEVICE uint32_t load_global(const uint32_t* address) { return *address; }
 FE_DEVICE void store_global(uint32_t* address, uint32_t value) { *address = value; }
 FE_DEVICE uint16_t load_global(const uint16_t* address) { return *address; }
 FE_DEVICE void store_global(uint16_t* address, uint16_t value) { *address = value; }
+FE_DEVICE void store_global(uint64_t* address, uint64_t value) { *address = value; }
+FE_DEVICE void store_global(uint8_t* address, uint8_t value) { *address = value; }
 
 // ---- arithmetic: IEEE round to nearest even, never contracted ----
 
@@ -214,6 +216,10 @@ FE_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 FE_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
 FE_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 FE_DEVICE float reciprocal_sqrt(float a) { return __frsqrt_rn(a); }
+FE_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+// The number where the other is NaN.
+FE_DEVICE float minimum(float a, float b) { return fminf(a, b); }
+FE_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }
 
 FE_DEVICE float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
 FE_DEVICE uint32_t bits_of_float(float value) { return __float_as_uint(value); }
@@ -255,6 +261,19 @@ FE_DEVICE uint32_t bfloat2_of_floats(float low, float high) {
   uint32_t bits;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
+}
+
+// e4m3 saturates to the largest number, infinities too; NaN stays NaN. The first in the low byte.
+FE_DEVICE uint32_t e4m3x2_of_floats(float low, float high) {
+  uint16_t bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+FE_DEVICE float float_of_e4m3(uint32_t byte) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(byte)));
+  return float_of_half(static_cast<uint16_t>(halves));
 }
 
 // ---- time and failure ----

@@ -1,10 +1,12 @@
-// What becomes of a row once its sum is known: written out as it is, or residual add and RMSNorm.
+// What becomes of a row once its sum is known: written out as it is, or residual add and RMSNorm,
+// perhaps quantised.
 // One definition for all strategies; a cluster of blocks shares a row, each a contiguous part.
 #pragma once
 
 #include "arguments.h"
 #include "numerics.cuh"
 #include "platform.cuh"
+#include "quantize.cuh"
 #include "rows.cuh"
 
 namespace flashinfer_elastic {
@@ -19,7 +21,6 @@ class RowShare {
   FE_DEVICE explicit RowShare(uint32_t hidden) : segments_(segments_of(hidden)) {
     uint32_t partials = partials_of(hidden);
     uint32_t per_block = ceil_div(partials, hw::cluster_size()) * kWarpLanes;
-    blocks_ = ceil_div(partials, per_block / kWarpLanes);
     uint32_t begin = per_block * hw::block_in_cluster();
     end_ = begin + per_block;
     if (end_ > partials * kWarpLanes) end_ = partials * kWarpLanes;
@@ -27,8 +28,6 @@ class RowShare {
     single_ = per_block <= hw::thread_count();
   }
 
-  // Blocks of the cluster that have a part in a row; the others, if any, come last.
-  FE_DEVICE uint32_t blocks() const { return blocks_; }
   FE_DEVICE uint32_t first() const { return first_; }
   FE_DEVICE uint32_t next(uint32_t segment) const { return segment + hw::thread_count(); }
   FE_DEVICE bool contains(uint32_t segment) const {
@@ -40,7 +39,6 @@ class RowShare {
 
  private:
   uint32_t segments_;
-  uint32_t blocks_;
   uint32_t first_;
   uint32_t end_;
   bool single_;
@@ -53,7 +51,8 @@ struct Scale {
 
 inline constexpr uint32_t kPartialSets = 2;
 
-template <typename T, bool kWhole>
+// `kQuantized` says whether the norm's output is quantised: kernels that do not are faster without.
+template <typename T, bool kWhole, bool kQuantized>
 class RowTail {
  public:
   FE_DEVICE RowTail(const Problem& problem, const RowShare<kWhole>& share)
@@ -79,16 +78,23 @@ class RowTail {
       hw::prefetch(reinterpret_cast<const char*>(problem_.gamma) +
                    static_cast<uint64_t>(share_.first()) * kSegmentElements * bytes);
     }
+    if (kQuantized && problem_.quantization.scale_address != 0) {
+      hw::prefetch(reinterpret_cast<const void*>(problem_.quantization.scale_address));
+    }
+  }
+
+  // Whether this warp has no part in any row and must not wait for what the others exchange:
+  // nothing in a cluster waits for it, so they could be any number of rounds ahead. Without a
+  // cluster a block's barrier does wait for all its warps.
+  FE_DEVICE bool is_idle() const {
+    return hw::cluster_size() > 1 && !share_.contains(share_.first());
   }
 
   // Completes a row; `sum_of(segment)` waits for, and gives, a segment of its sum. Called by all
-  // threads of a cluster with the same token.
+  // threads of a cluster that are not idle, with the same token.
   template <typename SumOf>
   FE_DEVICE void finish(uint32_t token, SumOf sum_of) {
     if (problem_.normalize) {
-      // A warp without a part in rows must not take part in their mailboxes either: nobody would
-      // wait for it, and it could find itself two rows behind.
-      if (in_cluster() && !share_.contains(share_.first())) return;
       add_and_normalize(token, sum_of);
     } else {
       for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
@@ -118,19 +124,60 @@ class RowTail {
       }
       publish(s / kWarpLanes, count, sum_of_lanes(squares));
     }
-    float rstd = reciprocal_rms(collect(count), problem_.inverse_hidden, problem_.epsilon);
+    float square_sum = sum_of_partials(collect(count), count);
+    float rstd = reciprocal_rms(square_sum, problem_.inverse_hidden, problem_.epsilon);
+    if constexpr (kQuantized) {
+      store_quantized(token, row, rstd);
+      return;
+    }
     for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
       if (!share_.has(s)) continue;
-      Scale<T> scale = load_scale(s);
-      if (!share_.single()) {
-        row = load_segment<T, kWhole>(problem_.residual_out, token, s, hidden);
-      }
-      Segment<T> out;
+      store_segment<T, kWhole>(problem_.output, token, s, hidden, normalize(token, s, row, rstd));
+    }
+  }
+
+  // A segment of the norm's output. `row` is the new residual if each thread has a single segment.
+  FE_DEVICE Segment<T> normalize(uint32_t token, uint32_t segment, Segment<T> row,
+                                 float rstd) const {
+    Scale<T> scale = load_scale(segment);
+    if (!share_.single()) {
+      row = load_segment<T, kWhole>(problem_.residual_out, token, segment, problem_.hidden);
+    }
+    Segment<T> out;
 #pragma unroll
-      for (uint32_t i = 0; i < T::kWords; ++i) {
-        out.word[i] = normalized<T>(row.word[i], rstd, scale.word[i]);
+    for (uint32_t i = 0; i < T::kWords; ++i) {
+      out.word[i] = normalized<T>(row.word[i], rstd, scale.word[i]);
+    }
+    return out;
+  }
+
+  FE_DEVICE void store_quantized(uint32_t token, const Segment<T>& row, float rstd) {
+    Quantizer<kWhole> quantizer(problem_);
+    Segment<T> out{};
+    float scale;
+    if (quantizer.recipe() == Recipe::kDynamicFloat8) {
+      uint32_t count = partials_of(problem_.hidden);
+      for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
+        if (share_.has(s)) out = normalize(token, s, row, rstd);
+        float largest = share_.has(s) ? largest_magnitude(elements_of<T>(out)) : 0.0f;
+        publish(s / kWarpLanes, count, largest_of_lanes(largest, kWarpLanes));
       }
-      store_segment<T, kWhole>(problem_.output, token, s, hidden, out);
+      scale = dynamic_scale(largest_of_partials(collect(count), count));
+      if (share_.first() == 0) quantizer.store_row_scale(token, scale);
+    } else {
+      scale = quantizer.given_scale();
+    }
+    for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
+      bool has = share_.has(s);
+      if (has) {
+        if (!share_.single() || quantizer.recipe() != Recipe::kDynamicFloat8) {
+          out = normalize(token, s, row, rstd);
+        }
+        if (problem_.output.address != 0) {
+          store_segment<T, kWhole>(problem_.output, token, s, problem_.hidden, out);
+        }
+      }
+      quantizer.store(token, s, has, elements_of<T>(out), scale);
     }
   }
 
@@ -162,10 +209,12 @@ class RowTail {
 
   FE_DEVICE bool in_cluster() const { return problem_.normalize && hw::cluster_size() > 1; }
 
-  // Rows use two sets of partials in turn: a warp that is one row ahead must not overwrite what
-  // others still read. Two rows ahead is impossible, because a row needs the partials of all warps
-  // that read any.
-  FE_DEVICE uint32_t set() const { return row_ % kSets; }
+  // A *round* is what one publish and collect of all warps is for: a row's sum of squares, or its
+  // largest element. Rounds use two sets of partials in turn: a warp that is one round ahead must
+  // not overwrite what others still read. Two rounds ahead is impossible, because a round needs the
+  // partials of all warps that take part, and what a warp publishes in a round depends on all that
+  // it read in the one before.
+  FE_DEVICE uint32_t set() const { return round_ % kSets; }
 
   // Every block of the cluster that has a part in the row gets every partial.
   FE_DEVICE void publish(uint32_t index, uint32_t count, float value) const {
@@ -173,22 +222,22 @@ class RowTail {
     uint32_t lane = hw::thread_index() % kWarpLanes;
     if (hw::cluster_size() == 1) {
       if (lane == 0) *place = value;
-    } else if (lane < share_.blocks()) {
+    } else if (lane < problem_.sharing_blocks) {
       hw::post(boxes_ + set(), place, lane, value);
     }
   }
 
-  // Waits for the row's partials, and gives their sum. Goes on to the next set.
-  FE_DEVICE float collect(uint32_t count) {
+  // Waits for all partials of the round, and gives them. Goes on to the next round.
+  FE_DEVICE const float* collect(uint32_t count) {
     const float* partials = partials_ + set() * count;
     if (hw::cluster_size() == 1) {
       hw::sync_block();
     } else {
       if (hw::thread_index() == 0) hw::expect(boxes_ + set(), count);
-      hw::wait(boxes_ + set(), row_ / kSets % 2);
+      hw::wait(boxes_ + set(), round_ / kSets % 2);
     }
-    ++row_;
-    return sum_of_partials(partials, count);
+    ++round_;
+    return partials;
   }
 
   static constexpr uint32_t kSets = kPartialSets;
@@ -197,7 +246,7 @@ class RowTail {
   const RowShare<kWhole>& share_;
   hw::Mailbox* boxes_;
   float* partials_;
-  uint32_t row_ = 0;
+  uint32_t round_ = 0;
 };
 
 // Shared memory a block needs, in bytes.

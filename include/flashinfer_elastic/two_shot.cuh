@@ -12,7 +12,7 @@
 
 namespace flashinfer_elastic {
 
-template <typename T, uint32_t kRanks, typename Link, bool kWhole>
+template <typename T, uint32_t kRanks, typename Link, bool kWhole, bool kQuantized>
 class TwoShot {
  public:
   // The whole kernel: a cluster of blocks works on a *team* of consecutive tokens, one per owner.
@@ -20,7 +20,7 @@ class TwoShot {
     const Problem& problem = arguments.problem;
     const Group& group = arguments.group;
     RowShare<kWhole> share(problem.hidden);
-    RowTail<T, kWhole> tail(problem, share);
+    RowTail<T, kWhole, kQuantized> tail(problem, share);
     hw::wait_for_predecessor();
     hw::allow_successor();
     TwoShot op(arguments, share);
@@ -30,6 +30,7 @@ class TwoShot {
     Segment<T> own = op.send(team);
     op.turn_.pass_on();
     tail.prepare();
+    if (tail.is_idle()) return;
     while (team < teams) {
       // As in one-shot: sent ahead, and in the same order everywhere.
       uint32_t next = team + hw::cluster_count();

@@ -60,6 +60,7 @@ def test_the_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             elastic_context_create="create",
             elastic_context_destroy="destroy",
             elastic_allreduce="allreduce",
+            elastic_allreduce_quantized="allreduce_quantized",
         )
 
     monkeypatch.setattr(library, "FILE", file)
@@ -67,7 +68,7 @@ def test_the_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     first = library.load()
     assert library.load() is first
     assert loaded == [str(file)]
-    assert first == ("create", "destroy", "allreduce", (90, 100))
+    assert first == ("create", "destroy", "allreduce", "allreduce_quantized", (90, 100))
 
 
 def test_the_built_library_says_what_it_was_built_for() -> None:

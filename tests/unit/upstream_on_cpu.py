@@ -313,7 +313,11 @@ class FakeLibrary:
         self.destroyed: list[int] = []
         self.calls: list[tuple[Any, ...]] = []
         self.functions = library.Library(
-            self._create, self.destroyed.append, lambda *call: self.calls.append(call), archs
+            self._create,
+            self.destroyed.append,
+            lambda *call: self.calls.append(call),
+            lambda *call: self.calls.append(call),
+            archs,
         )
 
     def _create(self, *arguments: Any) -> int:

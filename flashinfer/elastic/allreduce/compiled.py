@@ -49,6 +49,7 @@ def allreduce(number: int, requested: Strategy | None, call: Call) -> None:
             call.dependent_launch,
         )
         call.residual_out.copy_(residual_out)
+    assert call.output is not None
     call.output.copy_(output)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import compiled
-from .engines import Call
+from .engines import Call, Quantization
 from .strategy import Strategy
 from .workspace import find_by_pointer_table
 
@@ -134,10 +134,60 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
         module.get_allreduce_mnnvl_workspace,
         MNNVLAllReduceFusionWorkspace=functools.partial(_with_flags, workspace_class),
     )
-    if hasattr(module, "trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant"):
-        functions["trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant"] = (
-            module.trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant
+    name = "trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant"
+    if hasattr(module, name):
+        quantizer = _QuantizingLauncher()
+        upstreams = _with_names(
+            module,
+            getattr(module, name),
+            get_trtllm_mnnvl_comm_module=lambda: quantizer,
+            torch=_TorchWithNumbers(module),
         )
+        # Compiled code calls it as it is, uncompiled.
+        uncompiled: Any = torch.compiler.disable(upstreams)  # type: ignore[no-untyped-call]
+
+        def trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant(
+            input: torch.Tensor,
+            residual_in: torch.Tensor,
+            gamma: torch.Tensor,
+            workspace: Any,
+            epsilon: float | None = None,
+            output: torch.Tensor | None = None,
+            residual_out: torch.Tensor | None = None,
+            quant_out: torch.Tensor | None = None,
+            scale_out: torch.Tensor | None = None,
+            output_scale: torch.Tensor | float | None = None,
+            layout_code: int = module.QuantizationSFLayout.SWIZZLED_128x4,
+            quant_type: int = module.MNNVLQuantType.NONE,
+            launch_with_pdl: bool = False,
+            strategy: Any = auto,
+            weight_bias: float = 0.0,
+        ) -> Any:
+            def run(call: Call) -> None:
+                check_workspace(workspace)
+                workspace._run(requested(strategy), call)
+
+            function = uncompiled if torch.compiler.is_compiling() else upstreams
+            return function(
+                input,
+                residual_in,
+                gamma,
+                _AnySize(workspace, run),
+                epsilon,
+                output,
+                residual_out,
+                quant_out,
+                scale_out,
+                output_scale,
+                layout_code,
+                quant_type,
+                launch_with_pdl,
+                # Any but AUTO, which upstream would resolve; `run` has what was asked for.
+                strategies.ONESHOT,
+                weight_bias,
+            )
+
+        functions[name] = trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant
     return functions
 
 
@@ -208,6 +258,94 @@ class _PointerLauncher:
                 residual_in=residual_in, residual_out=residual_out, gamma=gamma, epsilon=epsilon
             )
         workspace._run(Strategy.ONESHOT if use_oneshot else Strategy.TWOSHOT, call)
+
+
+class _AnySize:
+    """What upstream's quantising function takes for its workspace: one that everything fits.
+
+    Its ``buffer_flags``, which the function hands on to its launcher, are this object itself.
+    """
+
+    tp_size = rank = mc_ptr = uc_ptrs_dev = uc_ptr_local = 0
+
+    def __init__(self, workspace: Any, run: Callable[[Call], None]) -> None:
+        self._workspace = workspace
+        self.run = run
+
+    @property
+    def buffer_flags(self) -> _AnySize:
+        return self
+
+    def is_buffer_size_sufficient(self, *_: object) -> bool:
+        return True
+
+    def _require_handles_attached(self) -> None:
+        require = getattr(self._workspace, "_require_handles_attached", None)
+        if require is not None:
+            require()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workspace, name)
+
+
+class _QuantizingLauncher:
+    """Stands in for upstream's compiled module in its quantising function."""
+
+    def trtllm_mnnvl_allreduce_fusion(
+        self,
+        input: torch.Tensor,
+        _multicast_buffer_ptr: int,
+        _buffer_ptrs_dev: int,
+        _buffer_ptr_local: int,
+        buffer_flags: _AnySize,
+        _nranks: int,
+        _rank: int,
+        _rmsnorm_fusion: bool,
+        launch_with_pdl: bool,
+        _use_oneshot: bool,
+        output: torch.Tensor | None,
+        residual_out: torch.Tensor,
+        residual_in: torch.Tensor,
+        gamma: torch.Tensor,
+        epsilon: float,
+        weight_bias: float,
+        quant_type: int,
+        quant_out: torch.Tensor,
+        sf_out: torch.Tensor | None,
+        output_scale: torch.Tensor | float | None,
+        layout_code: int,
+    ) -> None:
+        quantization = Quantization(quant_type, layout_code, quant_out, sf_out, output_scale)
+        call = Call(
+            input,
+            output,
+            residual_in,
+            residual_out,
+            gamma,
+            epsilon,
+            weight_bias,
+            bool(launch_with_pdl),
+            quantization,
+        )
+        buffer_flags.run(call)
+
+
+class _TorchWithNumbers:
+    """Torch, as a function sees it that makes a device tensor of a number for its kernel.
+
+    Ours takes the number itself: nothing is copied, and nothing has to outlive a captured graph.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def tensor(self, numbers: list[float], **_: object) -> float:
+        """Return the number."""
+        (number,) = numbers
+        return number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module.torch, name)
 
 
 def _with_flags(workspace_class: type, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from ..agreement import Agreement
 from ..sizing import ALIGNMENT, LAMPORT_BUFFERS_NATIVE
 from ..strategy import Strategy
 from ..symmetric import SymmetricMemory
-from . import Call, library
+from . import Call, Quantization, library
 
 _SENTINEL = -(2**31)
 """As int32, the word that marks an empty place of a buffer: fp32 -0.0 (``words.h``)."""
@@ -65,6 +65,7 @@ class NativeEngine:
             local = addresses[agreement.rank]
             functions = agreement.attempt("loading the kernels", library.load)
             self._allreduce = functions.allreduce
+            self._allreduce_quantized = functions.allreduce_quantized
             self._destroy = functions.context_destroy
 
             def create_context() -> None:
@@ -106,6 +107,9 @@ class NativeEngine:
         """
         if not self.memory.mapped:
             raise RuntimeError("MNNVL handles are not attached")
+        if call.quantization is not None:
+            self._launch_quantized(call, call.quantization, first, count, strategy)
+            return
         self._allreduce(
             self._context,
             int(strategy),
@@ -119,6 +123,32 @@ class NativeEngine:
             call.gamma,
             call.epsilon,
             call.weight_bias,
+        )
+
+    def _launch_quantized(
+        self, call: Call, quantization: Quantization, first: int, count: int, strategy: Strategy
+    ) -> None:
+        scale = quantization.scale
+        in_memory = isinstance(scale, torch.Tensor)
+        self._allreduce_quantized(
+            self._context,
+            int(strategy),
+            first,
+            count,
+            call.dependent_launch,
+            call.input,
+            call.output,
+            call.residual_in,
+            call.residual_out,
+            call.gamma,
+            call.epsilon,
+            call.weight_bias,
+            int(quantization.recipe),
+            int(quantization.layout),
+            quantization.values,
+            quantization.scales,
+            1.0 if in_memory or scale is None else scale,
+            scale if in_memory else None,
         )
 
     def detach(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from ..sizing import ALIGNMENT
 from ..strategy import Strategy
-from . import Call
+from . import Call, Quantization
 
 
 class UpstreamEngine:
@@ -28,6 +29,7 @@ class UpstreamEngine:
     def __init__(self, module: ModuleType, workspace: Any) -> None:
         self._module = module
         self._workspace = workspace
+        self._scales: dict[float, torch.Tensor] = {}
         self._align_buffers()
 
     def launch(self, call: Call, first: int, count: int, strategy: Strategy) -> None:
@@ -42,12 +44,10 @@ class UpstreamEngine:
         if first == 0:
             _check(call, self._workspace.buffer_flags.device)
         rows = slice(first, first + count)
-        output, residual_out = call.output[rows], call.residual_out
-        dense_output = _scratch_like(output)
-        dense_residual_out = None
-        if residual_out is not None:
-            residual_out = residual_out[rows]
-            dense_residual_out = _scratch_like(residual_out)
+        output, residual_out = _Written(call.output, rows), _Written(call.residual_out, rows)
+        quantized = None
+        if call.quantization is not None:
+            quantized = _Quantized(call.quantization, rows, call.input.shape[1])
         workspace = self._workspace
         norm = call.gamma is not None
         self._module.get_trtllm_mnnvl_comm_module().trtllm_mnnvl_allreduce_fusion(
@@ -61,22 +61,34 @@ class UpstreamEngine:
             norm,
             call.dependent_launch,
             strategy == Strategy.ONESHOT,
-            dense_output,
-            dense_residual_out,
+            output.dense,
+            residual_out.dense,
             call.residual_in[rows].contiguous() if call.residual_in is not None else None,
             # Upstream reads the weight in the input's dtype, whatever it is.
             call.gamma.to(call.input.dtype) if call.gamma is not None else None,
             call.epsilon if norm else None,
             *((call.weight_bias,) if norm else ()),
+            *(quantized.arguments(self._scale_in_memory) if quantized is not None else ()),
         )
-        if dense_output is not output:
-            output.copy_(dense_output)
-        if dense_residual_out is not None and dense_residual_out is not residual_out:
-            assert residual_out is not None
-            residual_out.copy_(dense_residual_out)
+        output.finish()
+        residual_out.finish()
+        if quantized is not None:
+            quantized.finish()
 
     def close(self) -> None:
         """Nothing: upstream's ``destroy`` releases the workspace."""
+
+    def _scale_in_memory(self, value: float) -> torch.Tensor:
+        """Return a number as upstream's kernels take it; the same tensor for the same number."""
+        scale = self._scales.get(value)
+        if scale is None:
+            device = self._workspace.buffer_flags.device
+            # A fill can be captured, a copy from the host cannot.
+            scale = torch.full((1,), value, dtype=torch.float32, device=device)
+            # What is made during a capture lives in the graph's memory and is filled by its replay.
+            if not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._scales[value] = scale
+        return scale
 
     def _align_buffers(self) -> None:
         # Upstream rounds down to 16 or 32 bytes, so that two-shot's second stage may start off a
@@ -90,11 +102,86 @@ class UpstreamEngine:
             workspace.buffer_flags.copy_(flags)
 
 
-def _scratch_like(rows: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that the kernels, which ignore strides, can write: the rows if dense."""
-    if rows.is_contiguous():
-        return rows
-    return torch.empty_like(rows, memory_format=torch.contiguous_format)
+class _Written:
+    """Rows of a caller's output, if there is one, for kernels that ignore strides.
+
+    Attributes
+    ----------
+    dense : torch.Tensor or None
+        What a kernel may write: the rows themselves, or what ``finish`` copies to them.
+    """
+
+    def __init__(self, matrix: torch.Tensor | None, rows: slice) -> None:
+        self._rows = self.dense = None if matrix is None else matrix[rows]
+        if self._rows is not None and not self._rows.is_contiguous():
+            self.dense = torch.empty_like(self._rows, memory_format=torch.contiguous_format)
+
+    def finish(self) -> None:
+        """Give the caller what was written."""
+        if self._rows is not None and self.dense is not None and self.dense is not self._rows:
+            self._rows.copy_(self.dense)
+
+
+class _Quantized:
+    """A step's part of a quantised copy, for kernels to which its first row is row 0.
+
+    Swizzled scales come in tiles of 128 rows. A step that starts within one has its scales written
+    row after row, and ``finish`` takes them to their places.
+    """
+
+    def __init__(self, quantization: Quantization, rows: slice, hidden: int) -> None:
+        self._quantization = quantization
+        self._values = _Written(quantization.values, rows)
+        self._rows = rows
+        self._blocks = hidden // _BLOCK.get(quantization.recipe, hidden)
+        self._layout = quantization.layout
+        self._scales = quantization.scales
+        self._scattered: torch.Tensor | None = None
+        if self._scales is None or rows.start == 0:
+            return
+        flat = self._scales.view(-1)
+        if quantization.recipe not in _BLOCK or self._layout == _LINEAR:
+            self._scales = flat[rows.start * self._blocks :]
+        elif rows.start % 128 == 0:
+            self._scales = flat[rows.start * _tiled(self._blocks) :]
+        else:
+            count = rows.stop - rows.start
+            self._layout = _LINEAR
+            self._scales = self._scattered = flat.new_empty(count, self._blocks)
+
+    def arguments(self, scale_in_memory: Callable[[float], torch.Tensor]) -> tuple[object, ...]:
+        """Return what upstream's launcher takes for this."""
+        scale = self._quantization.scale
+        if isinstance(scale, float):
+            scale = scale_in_memory(scale)
+        return self._quantization.recipe, self._values.dense, self._scales, scale, self._layout
+
+    def finish(self) -> None:
+        """Give the caller what was written."""
+        self._values.finish()
+        if self._scattered is None:
+            return
+        assert self._quantization.scales is not None
+        columns = _tiled(self._blocks)
+        # Bytes: indexed assignment is not defined for all 8-bit floats.
+        flat = self._quantization.scales.view(-1).view(torch.uint8)
+        used = flat[: -(-self._rows.stop // 128) * 128 * columns]
+        tiles = used.view(-1, columns // 4, 32, 4, 4)
+        rows = torch.arange(self._rows.start, self._rows.stop, device=flat.device)
+        lines = flat.new_zeros(rows.numel(), columns)
+        lines[:, : self._blocks] = self._scattered.view(torch.uint8)
+        tiles[rows // 128, :, rows % 32, rows % 128 // 32] = lines.view(-1, columns // 4, 4)
+
+
+_BLOCK = {2: 16, 4: 32}
+"""Elements that share a scale, by ``MNNVLQuantType``: NVFP4 and MXFP8."""
+
+_LINEAR = 2
+"""``QuantizationSFLayout.LINEAR``."""
+
+
+def _tiled(blocks: int) -> int:
+    return -(-blocks // 4) * 4
 
 
 def _check(call: Call, device: torch.device) -> None:
