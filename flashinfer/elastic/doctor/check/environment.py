@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 
 from flashinfer.elastic.allreduce import settings, topology
 
 from . import alone
 from .facts import Environment, Setting
 
-_PREFIXES = ("FLASHINFER_MNNVL_", "FLASHINFER_ELASTIC_")
+_OURS = re.compile(r"FLASHINFER_(MNNVL|ELASTIC)_")
+"""How all variables of this wheel start, and none of FlashInfer's own."""
 
 
 def gather() -> Environment:
@@ -41,7 +43,7 @@ def gather() -> Environment:
     found = [
         Setting(name, value, name in known, problems.get(name, ""))
         for name, value in sorted(os.environ.items())
-        if name.startswith(_PREFIXES) and value.strip()
+        if _OURS.match(name) and value.strip()
     ]
     return Environment(
         engine=read.engine,

@@ -258,7 +258,9 @@ def _pairs(facts: Facts) -> Iterator[Finding]:
     if not lacking and not unknown:
         counts = sorted({pair.links for pair in joined if pair.links})
         links = f", {' or '.join(map(str, counts))} links each" if counts else ""
-        yield Finding("nvlink", Level.OK, f"NVLink between all {len(joined)} pairs of GPUs{links}.")
+        count = "1 pair" if len(joined) == 1 else f"{len(joined)} pairs"
+        text = f"NVLink joins every pair of GPUs ({count}{links})."
+        yield Finding("nvlink", Level.OK, text)
     refused = [pair for pair in machine.pairs if pair.peer_access is False]
     if refused:
         yield Finding(

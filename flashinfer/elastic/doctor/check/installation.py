@@ -57,7 +57,7 @@ def gather(run: Probe | None = None) -> Installation:
         our_directory=str(alone.PACKAGE.parents[1]),
         requirements=tuple(_requirements(OURS)) if ours.version else (),
         flashinfer_file=result.get("flashinfer_file"),
-        modules=tuple(_module(name, result) for name in SHADOWED),
+        modules=tuple(module(name, result) for name in SHADOWED),
         kernels=_kernels(result),
         torch=result.get("torch"),
         torch_cuda=result.get("torch_cuda"),
@@ -119,7 +119,8 @@ def _requirement(text: str) -> Requirement:
         return Requirement(text, installed, None)
 
 
-def _module(name: str, result: dict[str, Any]) -> Module:
+def module(name: str, result: dict[str, Any]) -> Module:
+    """Return what became of a module, by what :mod:`.probe` wrote."""
     record = result.get("registry", {}).get(name)
     imports = result.get("imports", {})
     # A failing package fails its modules, and says better why.
