@@ -143,8 +143,6 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
             get_trtllm_mnnvl_comm_module=lambda: quantizer,
             torch=_TorchWithNumbers(module),
         )
-        # Compiled code calls it as it is, uncompiled.
-        uncompiled: Any = torch.compiler.disable(upstreams)  # type: ignore[no-untyped-call]
 
         def trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant(
             input: torch.Tensor,
@@ -167,8 +165,7 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
                 check_workspace(workspace)
                 workspace._run(requested(strategy), call)
 
-            function = uncompiled if torch.compiler.is_compiling() else upstreams
-            return function(
+            return upstreams(
                 input,
                 residual_in,
                 gamma,
