@@ -166,7 +166,8 @@ def test_an_import_that_takes_the_process_along(site: Path, init: str, ending: s
         ("raise OSError('no libcudart\\nsecond line')", "OSError: no libcudart", None),
         ("raise SystemExit(0)", "SystemExit: 0", None),
         (
-            "try:\n import no_such_module\nexcept ImportError as e: raise RuntimeError('sorry') from e",
+            "try: import no_such_module\n"
+            "except ImportError as error: raise RuntimeError('sorry') from error",
             "RuntimeError: sorry",
             "no_such_module",
         ),
