@@ -1,4 +1,4 @@
-"""Shadow of upstream's ``flashinfer.attention._core``: the same module, with workspaces that grow."""
+"""Shadow of upstream's ``flashinfer.attention._core``: the same, with workspaces that grow."""
 
 from flashinfer.elastic import shadow
 
