@@ -221,6 +221,17 @@ def test_commands_that_need_flashinfer_point_to_check(site: Path, command: str) 
     assert "Traceback" not in done.stderr
 
 
+def test_modules_that_are_missing_later_point_to_check_too(site: Path) -> None:
+    pytest.importorskip("torch")
+    upstream(site)
+    late = site / "flashinfer" / "comm" / "trtllm_mnnvl_ar.py"
+    late.write_text("import no_such_module")
+    done = start(site, "reproduce")
+    assert done.returncode == 1
+    assert "no_such_module" in done.stderr and "flashinfer-doctor check" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that are started, none of which runs."""

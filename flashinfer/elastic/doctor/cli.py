@@ -155,11 +155,16 @@ def bench(arguments: tuple[str, ...]) -> None:
 
 _PROGRAM = """\
 import sys
+def fail(error):
+    sys.exit(f"{{type(error).__name__}}: {{error}}\\nflashinfer-doctor check says more.")
 try:
     from flashinfer.elastic.doctor.{module} import {name}
 except Exception as error:
-    sys.exit(f"{{type(error).__name__}}: {{error}}\\nflashinfer-doctor check says more.")
-sys.exit({call})
+    fail(error)
+try:
+    sys.exit({call})
+except ImportError as error:
+    fail(error)
 """
 
 
