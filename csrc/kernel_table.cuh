@@ -1,4 +1,5 @@
-// Instantiates an algorithm as kernels, one for each group size it is specialised for.
+// Instantiates an algorithm as kernels. Those for whole rows are specialised for the usual group
+// sizes; ragged and unaligned rows are rare, and share one kernel for groups of any size.
 #pragma once
 
 #include "flashinfer_elastic/launch_shape.h"
@@ -19,10 +20,10 @@ template <template <typename, uint32_t, typename, bool, bool> class Algorithm, t
 Kernel kernel_for(Variant variant) {
   if (variant.quantized) {
     return variant.whole ? run_kernel<Algorithm, T, kRanks, true, true>
-                         : run_kernel<Algorithm, T, kRanks, false, true>;
+                         : run_kernel<Algorithm, T, 0, false, true>;
   }
   return variant.whole ? run_kernel<Algorithm, T, kRanks, true, false>
-                       : run_kernel<Algorithm, T, kRanks, false, false>;
+                       : run_kernel<Algorithm, T, 0, false, false>;
 }
 
 template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T>

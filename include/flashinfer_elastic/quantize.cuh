@@ -204,7 +204,8 @@ class Quantizer {
     uint64_t address = quantization_.values + static_cast<int64_t>(token) * quantization_.stride +
                        static_cast<uint64_t>(segment) * kBytes;
     uint32_t count = detail::remaining(segment * kSegmentElements, hidden_);
-    if (kWhole || (quantization_.vectors && count >= kSegmentElements)) {
+    bool at_once = kWhole || (quantization_.vectors && count >= kSegmentElements);
+    if (at_once) {
       if constexpr (kBytes == 8) {
         hw::store_global(reinterpret_cast<uint64_t*>(address), codes);
       } else {

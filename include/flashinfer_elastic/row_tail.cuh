@@ -128,11 +128,11 @@ class RowTail {
     float rstd = reciprocal_rms(square_sum, problem_.inverse_hidden, problem_.epsilon);
     if constexpr (kQuantized) {
       store_quantized(token, row, rstd);
-      return;
-    }
-    for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
-      if (!share_.has(s)) continue;
-      store_segment<T, kWhole>(problem_.output, token, s, hidden, normalize(token, s, row, rstd));
+    } else {
+      for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
+        if (!share_.has(s)) continue;
+        store_segment<T, kWhole>(problem_.output, token, s, hidden, normalize(token, s, row, rstd));
+      }
     }
   }
 
