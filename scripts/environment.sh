@@ -77,15 +77,15 @@ install_build_requirements() {
     can_build "${VENV}/bin/python"
 }
 
-# torch for this machine. Without a GPU it must be a CPU build: the CUDA one is several gigabytes.
+# torch for this machine. Without a GPU a CPU build is enough, and the CUDA one is several gigabytes:
+# where pip is set up with an index of CPU builds, it is taken from there.
 install_torch() {
   "${VENV}/bin/python" -c 'import torch' 2> /dev/null && return
   say "install torch"
   if has_gpu; then
     install "${TORCH}"
   else
-    install "${TORCH}+cpu" 2> /dev/null ||
-      install "${TORCH}+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+    install "${TORCH}+cpu" 2> /dev/null || install "${TORCH}"
   fi
 }
 

@@ -157,7 +157,7 @@ def check_licence(wheel: Wheel) -> str:
 def check_contents(wheel: Wheel) -> str:
     """It holds the repository's ``flashinfer/``, the library, the launcher, and nothing else."""
     tree = naming.REPOSITORY
-    python = (path for path in (tree / "flashinfer").rglob("*.py"))
+    python = (path for suffix in ("*.py", "*.cu") for path in (tree / "flashinfer").rglob(suffix))
     expected = {path.relative_to(tree).as_posix() for path in python}
     expected |= {LIBRARY, LAUNCHER, "flashinfer/elastic/py.typed"}
     found = {path for path in wheel.paths if not path.startswith(f"{wheel.metadata}/")}
