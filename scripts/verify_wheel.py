@@ -157,8 +157,8 @@ def check_licence(wheel: Wheel) -> str:
 def check_contents(wheel: Wheel) -> str:
     """It holds the repository's ``flashinfer/``, the library, the launcher, and nothing else."""
     tree = naming.REPOSITORY
-    python = (path for suffix in ("*.py", "*.cu") for path in (tree / "flashinfer").rglob(suffix))
-    expected = {path.relative_to(tree).as_posix() for path in python}
+    shipped = (path for suffix in ("*.py", "*.cu") for path in (tree / "flashinfer").rglob(suffix))
+    expected = {path.relative_to(tree).as_posix() for path in shipped}
     expected |= {LIBRARY, LAUNCHER, "flashinfer/elastic/py.typed"}
     found = {path for path in wheel.paths if not path.startswith(f"{wheel.metadata}/")}
     if difference := expected ^ found:
