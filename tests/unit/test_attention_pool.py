@@ -121,6 +121,19 @@ def test_what_no_graph_captured_is_dropped() -> None:
     assert pool.report()[0].kept == 0
 
 
+def test_only_what_a_graph_captured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = buffer()
+    first = grow(given, 5 * MIB).data
+    capturing(monkeypatch)
+    assert pool.replacement(given) is first
+    capturing(monkeypatch, False)
+    grow(given, 50 * MIB)
+    third = grow(given, 500 * MIB).data
+    slot = pool.find(given)
+    assert slot is not None
+    assert [id(generation.data) for generation in slot.generations] == [id(first), id(third)]
+
+
 def test_nothing_is_dropped_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     given = buffer()
     grow(given, 5 * MIB)

@@ -73,7 +73,7 @@ class Usage:
     captured: bool
 
 
-@dataclass
+@dataclass(eq=False)  # compared by identity: tensors do not compare to a bool
 class Generation:
     """One replacement: its memory, and whether a captured graph may hold its address."""
 
