@@ -131,7 +131,8 @@ def test_only_what_a_graph_captured_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     third = grow(given, 500 * MIB).data
     slot = pool.find(given)
     assert slot is not None
-    assert [id(generation.data) for generation in slot.generations] == [id(first), id(third)]
+    places = [generation.data.data_ptr() for generation in slot.generations]
+    assert places == [first.data_ptr(), third.data_ptr()]
 
 
 def test_nothing_is_dropped_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
