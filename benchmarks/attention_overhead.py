@@ -1,7 +1,7 @@
 """What elastic attention workspaces cost a call that fits: host time, with and without them.
 
-Within one process, blocks of calls alternate between FlashInfer's compiled module and the same
-module as the wheel hands it out, so that both see the same machine.
+Within one process, blocks of calls alternate between a wrapper on FlashInfer's compiled module and
+one on the same module as the wheel hands it out, so that both see the same machine.
 
     python benchmarks/attention_overhead.py [--out FILE]
 
@@ -24,8 +24,24 @@ BLOCKS = 40
 CALLS = {"plan": 50, "run": 200}
 
 
-def decode() -> tuple[Any, dict[str, Callable[[], Any]]]:
-    """Return a paged decode wrapper with an ample workspace, and its calls."""
+Calls = dict[str, Callable[[], Any]]
+
+
+def plain_and_elastic() -> tuple[Calls, Calls]:
+    """Return the calls of two decode wrappers, the first of which has upstream's module."""
+    from flashinfer import decode
+
+    elastic = decode.gen_batch_decode_module
+    decode.gen_batch_decode_module = elastic.__wrapped__
+    decode.get_batch_decode_module.cache_clear()
+    plain_calls = decode_calls()
+    decode.gen_batch_decode_module = elastic
+    decode.get_batch_decode_module.cache_clear()
+    return plain_calls, decode_calls()
+
+
+def decode_calls() -> Calls:
+    """Return the calls of a paged decode wrapper with an ample workspace."""
     import flashinfer
 
     batch, pages, page, heads, kv_heads, dim = 32, 64, 16, 64, 8, 128
@@ -43,7 +59,7 @@ def decode() -> tuple[Any, dict[str, Callable[[], Any]]]:
         wrapper.plan(indptr, indices, last, heads, kv_heads, dim, page, q_data_type=torch.bfloat16)
 
     plan()
-    return wrapper, {"plan": plan, "run": lambda: wrapper.run(query, cache)}
+    return {"plan": plan, "run": lambda: wrapper.run(query, cache)}
 
 
 def block(function: Callable[[], Any], calls: int) -> float:
@@ -59,15 +75,13 @@ def block(function: Callable[[], Any], calls: int) -> float:
 
 def measure() -> list[dict[str, Any]]:
     """Return a row for each call: both medians over the blocks, and their ratio's spread."""
-    wrapper, functions = decode()
-    wrapped = wrapper._cached_module
+    plain, elastic = plain_and_elastic()
     rows = []
-    for name, function in functions.items():
+    for name, calls in CALLS.items():
         plain_us, elastic_us = [], []
         for _ in range(BLOCKS):
-            for module, times in ((wrapped._module, plain_us), (wrapped, elastic_us)):
-                wrapper._cached_module = module
-                times.append(block(function, CALLS[name]))
+            plain_us.append(block(plain[name], calls))
+            elastic_us.append(block(elastic[name], calls))
         ratios = sorted(e / p for e, p in zip(elastic_us, plain_us, strict=True))
         rows.append(
             {
