@@ -57,13 +57,31 @@ def upstream(directory: Path, version: str = "0.6.13", init: str = "") -> None:
     (package / "__init__.py").write_text(init)
 
 
+def without_flashinfer(entry: Path, mirrors: Path) -> Path:
+    """Return a directory of modules, or links to all it has but FlashInfer and this wheel."""
+    if not entry.is_dir() or not any(entry.glob("flashinfer*")):
+        return entry
+    mirror = mirrors / entry.as_posix().strip("/").replace("/", "-")
+    if not mirror.exists():
+        mirror.mkdir(parents=True)
+        for item in entry.iterdir():
+            if not item.name.startswith("flashinfer"):
+                (mirror / item.name).symlink_to(item)
+    return mirror
+
+
 def start(site: Path, *arguments: str, path: tuple[Path, ...] = (), python: str = "") -> Run:
-    """Run the launcher of a site-packages; ``python`` replaces its own main."""
-    entries = [*map(str, path), str(site), *filter(None, sys.path)]
-    hidden = [entry for entry in entries if Path(entry).resolve() != ROOT]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(hidden), "COLUMNS": "100"}
+    """Run the launcher of a site-packages; ``python`` replaces its own main.
+
+    Not with a virtual environment's interpreter, which brings its own site-packages along, in every
+    process that it starts.
+    """
+    others = [Path(entry) for entry in sys.path if entry and Path(entry).resolve() != ROOT]
+    mirrored = [without_flashinfer(entry, site.parent / "mirrors") for entry in others]
+    entries = map(str, (*path, site, *mirrored))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entries), "COLUMNS": "100"}
     code = python or "import flashinfer_doctor; flashinfer_doctor.main()"
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys._base_executable, "-c", code, *arguments]
     return subprocess.run(
         command, cwd=site, env=environment, capture_output=True, text=True, timeout=120
     )
