@@ -199,6 +199,34 @@ def test_wrappers_show_the_grown_integer_workspace_and_keep_the_old_one() -> Non
     assert any(value is old for value in vars(wrapper)[wrappers._RETIRED])
 
 
+def test_a_wrapper_that_joins_a_grown_workspace_shows_it_too() -> None:
+    """``reset_workspace_buffer`` may give it a buffer that another wrapper has outgrown."""
+
+    class Wrapper:
+        def __init__(self, workspace: torch.Tensor) -> None:
+            self._int_workspace_buffer = workspace
+            self._pin_memory_int_workspace_buffer = torch.zeros(MIB, dtype=torch.uint8)
+
+    wrappers.observe(Wrapper)
+    written = []
+
+    def plan(floats: torch.Tensor, integers: torch.Tensor, locked: torch.Tensor) -> None:
+        if pool.nbytes(integers) < 5 * MIB:
+            raise overflow("batch_prefill_request_indices", 5 * MIB, pool.nbytes(integers))
+        assert pool.nbytes(locked) >= pool.nbytes(integers), "the plan is written past its end"
+        written.append((integers, locked))
+
+    loaded = load(SimpleNamespace(plan=plan), PREFILL)
+    floats, shared = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
+    first, second = Wrapper(shared), Wrapper(shared)
+    for wrapper in (first, second):
+        loaded.plan(floats, shared, wrapper._pin_memory_int_workspace_buffer)
+        integers, locked = written[-1]
+        assert wrapper._int_workspace_buffer is integers
+        assert wrapper._pin_memory_int_workspace_buffer is locked
+    assert written[0][1].data_ptr() != written[1][1].data_ptr()
+
+
 def _seconds(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
     """Return the median time of a call."""
     samples = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -185,6 +186,69 @@ def test_integer_workspaces_have_a_twin_and_mirror_their_plan() -> None:
     given[:100] = 3
     pool.mirror(given)  # not where the plan was written to
     assert bool((given[:100] == 3).all())
+
+
+def test_each_page_locked_buffer_has_a_twin_of_its_own() -> None:
+    """Two wrappers may share an integer workspace; one writes its plan while the other's copies."""
+    given, locked, other = buffer(), buffer(), buffer()
+    larger, twin = grow(given, 5 * MIB, "integer", page_locked=locked)
+    assert twin is not None
+    others = pool.twin(given, other)
+    assert others.numel() >= larger.numel()
+    assert others.data_ptr() not in (twin.data_ptr(), other.data_ptr())
+    assert pool.twin(given, other) is others
+    assert pool.twin(given, locked) is twin
+
+
+def test_a_plan_into_what_trtllm_gen_let_grow_has_a_twin_and_is_mirrored() -> None:
+    """0.6's prefill wrapper passes its integer workspace to trtllm-gen, which has no twin."""
+    given, locked = buffer(), buffer()
+    larger = grow(given, 5 * MIB, "float").data
+    twin = pool.twin(given, locked)
+    assert twin.numel() >= larger.numel()
+    larger[:100] = 9
+    pool.mirror(larger)
+    assert bool((given[:100] == 9).all())
+
+
+def test_a_twin_is_not_given_up_when_the_workspace_grows_again() -> None:
+    """The copy of an earlier plan may still be reading it."""
+    given, locked = buffer(), buffer()
+    first = grow(given, 5 * MIB, "integer", page_locked=locked).twin
+    assert first is not None
+    alive = weakref.ref(first)
+    del first
+    second = grow(given, 50 * MIB, "integer", page_locked=locked).twin
+    assert second is not None
+    assert second.numel() >= 50 * MIB
+    gc.collect()
+    assert alive() is not None
+
+
+def test_the_twins_of_page_locked_buffers_that_are_gone_are_returned() -> None:
+    given, locked = buffer(), buffer()
+    grow(given, 5 * MIB, "integer", page_locked=locked)
+    slot = pool.find(given)
+    assert slot is not None
+    for _ in range(5):
+        pool.twin(given, buffer())
+    assert len(slot.twins) <= 2
+
+
+def test_growing_what_outlived_the_callers_buffer_keeps_track_of_it() -> None:
+    """A wrapper's grown workspace may have been handed on, and the wrapper be gone."""
+    given = buffer()
+    inherited = grow(given, 5 * MIB, "integer").data
+    del given
+    gc.collect()
+    larger = grow(inherited, 50 * MIB, "integer").data
+    assert pool.nbytes(larger) >= 50 * MIB
+    assert pool.replacement(inherited) is larger
+    del inherited, larger
+    gc.collect()
+    grow(buffer(), 5 * MIB)
+    assert len(pool.report()) == 1
+    assert len(pool.grown) == 2
 
 
 def test_growth_in_inference_mode_serves_outside_of_it_too() -> None:

@@ -169,8 +169,9 @@ def _plan_in_replacements(
 ) -> Any:
     """Call a plan on the replacements, and let them grow until it fits."""
     while True:
-        locked = pool.twin(given[_INTEGER], given[_PAGE_LOCKED])
         args = _redirect(given, (_FLOAT, _INTEGER))
+        # After the replacement: where another thread lets it grow meanwhile, the twin is too large.
+        locked = pool.twin(given[_INTEGER], given[_PAGE_LOCKED])
         args = (*args[:_PAGE_LOCKED], locked, *args[_PAGE_LOCKED + 1 :])
         try:
             result = function(*args)
@@ -181,6 +182,9 @@ def _plan_in_replacements(
                 raise
             continue
         pool.mirror(args[_INTEGER])
+        for position in (_INTEGER, _PAGE_LOCKED):
+            if args[position] is not given[position]:
+                wrappers.exchange(given[position], args[position])
         return result
 
 
@@ -219,7 +223,7 @@ def _grow_workspace(
         pool.grow(buffer, needed, kind="float", call=call, allocation_name=allocation)
         return True
     locked = args[_PAGE_LOCKED]
-    larger = pool.grow(
+    pool.grow(
         buffer,
         needed,
         kind="integer",
@@ -227,9 +231,6 @@ def _grow_workspace(
         allocation_name=allocation,
         page_locked=locked,
     )
-    wrappers.exchange(buffer, larger.data)
-    if larger.twin is not None:
-        wrappers.exchange(locked, larger.twin)
     return True
 
 

@@ -90,6 +90,31 @@ class Generation:
         return view
 
 
+class Twin:
+    """The page-locked memory in which a wrapper plans, once its own is too small.
+
+    Each page-locked buffer has one of its own, also where wrappers share an integer workspace:
+    ``plan`` returns while its copy to the device may still be reading.
+
+    Parameters
+    ----------
+    page_locked : torch.Tensor
+        The wrapper's.
+    size : int
+        Bytes to have.
+    """
+
+    def __init__(self, page_locked: torch.Tensor, size: int) -> None:
+        self.identity = _identity(page_locked)
+        self._given = StorageWeakRef(page_locked.untyped_storage())  # type: ignore[no-untyped-call]
+        self.memory = Generation(allocation.page_locked(size, page_locked))
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the wrapper's buffer is gone."""
+        return bool(self._given.expired())  # type: ignore[no-untyped-call]
+
+
 class Slot:
     """The replacement of one buffer.
 
@@ -108,7 +133,7 @@ class Slot:
         self._caller = StorageWeakRef(buffer.untyped_storage())  # type: ignore[no-untyped-call]
         self.original = weakref.ref(buffer)
         self.generations: list[Generation] = []
-        self.twin: Generation | None = None
+        self.twins: list[Twin] = []
         self.needed = 0
         self.call = ""
         self.allocation = ""
@@ -223,11 +248,26 @@ def replacement(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def twin(buffer: torch.Tensor, page_locked: torch.Tensor) -> torch.Tensor:
-    """Return the page-locked twin that goes with the replacement of an integer workspace."""
+    """Return the page-locked twin that goes with the replacement of an integer workspace.
+
+    It is as large as the replacement, whatever that grew for: upstream knows only the size of the
+    integer workspace, and writes a plan to the same offsets of both.
+    """
     slot = find(buffer)
-    if slot is None or slot.twin is None or slot.newest.data.numel() <= nbytes(buffer):
+    if slot is None or slot.newest.data.numel() <= nbytes(buffer):
         return page_locked
-    return slot.twin.view(page_locked.dtype)
+    with _lock:
+        slot.kind = "integer"  # it may have grown as the scratch of a trtllm-gen call
+        size = slot.newest.data.numel()
+        if size <= nbytes(page_locked):
+            return page_locked
+        # Smaller twins of the same buffer stay: the copy of an earlier plan may be reading them.
+        slot.twins = [known for known in slot.twins if not known.orphaned]
+        for known in slot.twins:
+            if known.identity == _identity(page_locked) and known.memory.data.numel() >= size:
+                return known.memory.view(page_locked.dtype)
+        slot.twins.append(Twin(page_locked, size))
+        return slot.twins[-1].memory.view(page_locked.dtype)
 
 
 def mirror(written: torch.Tensor) -> None:
@@ -293,12 +333,10 @@ def grow(
             slot.needed, slot.call, slot.allocation = needed, call, allocation_name
         # Another thread may have been faster.
         if not slot.generations or slot.newest.data.numel() < needed:
-            _release_the_dead(slot.device)
+            _release_the_dead(slot.device, but=slot)
             wanted = sizing.grown_bytes(max(needed, comfortable))
-            _extend(slot, buffer, needed, wanted, page_locked)
-        locked = None
-        if page_locked is not None and slot.twin is not None:
-            locked = slot.twin.view(page_locked.dtype)
+            _extend(slot, buffer, needed, wanted)
+        locked = None if page_locked is None else twin(buffer, page_locked)
         return Grown(replacement(buffer), locked)
 
 
@@ -309,24 +347,14 @@ def report() -> list[Usage]:
     return sorted(usages, key=lambda usage: usage.held, reverse=True)
 
 
-def _extend(
-    slot: Slot,
-    buffer: torch.Tensor,
-    needed: int,
-    wanted: int,
-    page_locked: torch.Tensor | None,
-) -> None:
+def _extend(slot: Slot, buffer: torch.Tensor, needed: int, wanted: int) -> None:
     """Add a generation to a slot, and the slot to the pool if it is new."""
     data = _allocate(slot, needed, wanted)
-    locked = None
-    if page_locked is not None:
-        locked = Generation(allocation.page_locked(data.numel(), page_locked))
     if not slot.generations:
         _slots.setdefault(slot.device, []).append(slot)
         _by_address[buffer.data_ptr()] = (_identity(buffer), slot)
     before = slot.newest.data.numel() if slot.generations else slot.given
     slot.generations.append(Generation(data))
-    slot.twin = locked or slot.twin
     slot.growths += 1
     _by_address[data.data_ptr()] = (_identity(data), slot)
     if slot.kind != "integer":
@@ -377,12 +405,16 @@ def _refusal(slot: Slot, needed: int, held: int, cap: int | None) -> WorkspaceEr
     )
 
 
-def _release_the_dead(device: torch.device) -> None:
-    """Drop the slots whose caller's buffer is gone and that no graph has captured."""
+def _release_the_dead(device: torch.device, but: Slot) -> None:
+    """Drop the slots whose caller's buffer is gone and that no graph has captured.
+
+    Not the one that is about to grow: its replacement may have outlived the caller's buffer, in
+    the hands of a wrapper that was given it.
+    """
     if allocation.is_capturing(device):
         return
     for slot in list(_slots.get(device, ())):
-        if slot.orphaned and not slot.captured:
+        if slot is not but and slot.orphaned and not slot.captured:
             _slots[device].remove(slot)
             for address in [key for key, entry in _by_address.items() if entry[1] is slot]:
                 del _by_address[address]
