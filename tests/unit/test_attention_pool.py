@@ -7,9 +7,11 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer.elastic.attention import allocation, pool, settings
 
@@ -258,6 +260,31 @@ def test_growth_in_inference_mode_serves_outside_of_it_too() -> None:
     larger[:100] = 9
     pool.mirror(larger)
     assert bool((given[:100] == 9).all())
+
+
+def test_a_replacement_is_allocated_out_of_reach_of_what_is_set_for_the_thread() -> None:
+    """``torch.cuda.use_mem_pool`` and torch.compile's graphs give a thread a pool of its own.
+
+    The pool of a compiled graph is rewound with all that it holds. Neither can be had without a
+    GPU; a dispatch mode is a thread's own in the same way.
+    """
+    seen: list[str] = []
+
+    class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Recorded():  # type: ignore[no-untyped-call]
+        torch.zeros(1)
+        assert seen
+        seen.clear()
+        data = allocation.zeros(MIB, torch.device("cpu"))
+    assert seen == []
+    assert data.numel() == MIB
+    assert not data.any()
 
 
 def test_the_cap_names_asked_given_cap_and_free(monkeypatch: pytest.MonkeyPatch) -> None:

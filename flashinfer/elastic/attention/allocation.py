@@ -3,6 +3,7 @@
 A workspace that is allocated while a graph is captured would come from the graph's private pool,
 which recycles it, and its fill would become a node of the graph. So under capture the memory is
 taken and filled on a stream that does not capture, and is ready when the function returns.
+The same goes for memory pools that a thread has been given.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import torch
@@ -27,22 +29,29 @@ def zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     torch.OutOfMemoryError
         If the device has not that much memory.
     """
-    # Servers run in inference mode; what is allocated in it may not be written outside of it.
-    with torch.inference_mode(False):
-        return _zeros(nbytes, device)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    # A thread may have a memory pool of its own: torch.cuda.use_mem_pool, and torch.compile's CUDA
+    # graphs already when they warm up, whose pool is then rewound with all that it holds. Another
+    # thread allocates as usual, and in inference mode neither.
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(_zeros, nbytes, device, stream).result()
 
 
-def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
+def _zeros(nbytes: int, device: torch.device, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    """Allocate and fill for a stream, on another one if that is capturing."""
+    if stream is None:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    with torch.cuda.device(device), _relaxed_capture():
+    # For this thread, which is new. Leaving the stream again would otherwise go back to device 0,
+    # and make a context there.
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(stream), _relaxed_capture():
         if not torch.cuda.is_current_stream_capturing():
             return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        stream = _stream_outside_capture(device)
-        with torch.cuda.stream(stream):
+        outside = _stream_outside_capture(device)
+        with torch.cuda.stream(outside):
             data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         # No event may be recorded from here into the capture, hence the host waits.
-        stream.synchronize()
+        outside.synchronize()
         return data
 
 
