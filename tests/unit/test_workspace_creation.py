@@ -439,3 +439,109 @@ def test_checkpoints_where_upstream_has_them(loaded: Loaded, fake: FakeLibrary) 
     loaded.module.trtllm_mnnvl_allreduce(rows, workspace, False)
     assert len(fake.calls) == 1
     workspace.destroy()
+
+
+@pytest.fixture
+def checkpoints(loaded: Loaded) -> None:
+    if not hasattr(loaded.module.MNNVLAllReduceFusionWorkspace, "checkpoint_prepare"):
+        pytest.skip("this upstream has no checkpoints")
+
+
+def create_all(loaded: Loaded, group: Threads) -> list[Any]:
+    workspaces = group.run(
+        lambda rank: create(loaded, rank, group.ranks, comm_backend=group.backend(rank))
+    )
+    assert not any(isinstance(workspace, BaseException) for workspace in workspaces), workspaces
+    return workspaces
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_a_checkpoint_that_fails_on_one_rank_fails_on_all(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Threads(3)
+    workspaces = create_all(loaded, group)
+
+    def prepare() -> list[Any]:
+        return group.run(lambda rank: workspaces[rank].checkpoint_prepare())
+
+    def restore() -> list[Any]:
+        return group.run(lambda rank: workspaces[rank].checkpoint_restore(group.backend(rank)))
+
+    def refuse() -> None:
+        raise RuntimeError("captures")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workspaces[1].handle, "detach", refuse)
+        errors = prepare()
+    assert all(isinstance(error, CollectiveError) for error in errors), errors
+    assert all("rank 1: RuntimeError: captures" in str(error) for error in errors)
+    # Rank 1 still has its memory, the others have not: nothing to go back to, but no hang either.
+    errors = restore()
+    assert all(isinstance(error, CollectiveError) for error in errors), errors
+    assert prepare() == [None] * 3
+    assert not any(workspace.handle.mapped for workspace in workspaces)
+    assert restore() == [None] * 3
+    assert all(workspace.handle.mapped for workspace in workspaces)
+    for workspace in workspaces:
+        workspace.destroy()
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_memory_that_could_not_be_emptied_is_not_used(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Threads(2)
+    workspaces = create_all(loaded, group)
+    emptied: list[int] = []
+
+    def initialize(engine: native.NativeEngine) -> None:
+        if engine.memory.rank == 1 and not emptied:
+            emptied.append(1)
+            raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(native.NativeEngine, "initialize", initialize)
+    assert group.run(lambda rank: workspaces[rank].checkpoint_prepare()) == [None] * 2
+    errors = group.run(lambda rank: workspaces[rank].checkpoint_restore(group.backend(rank)))
+    assert all(isinstance(error, CollectiveError) for error in errors), errors
+    rows = torch.zeros(1, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="MNNVL handles are not attached"):
+        loaded.module.trtllm_mnnvl_allreduce(rows, workspaces[0], False)
+    errors = group.run(lambda rank: workspaces[rank].checkpoint_restore(group.backend(rank)))
+    assert errors == [None] * 2
+    loaded.module.trtllm_mnnvl_allreduce(rows, workspaces[0], False)
+    for workspace in workspaces:
+        workspace.destroy()
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_the_backend_of_a_restore_serves_from_then_on(loaded: Loaded, fake: FakeLibrary) -> None:
+    """A restored process has a backend of its own: that of the creation may be gone."""
+    backends = [Echo(RANKS), Echo(RANKS)]
+    workspace = create(loaded, comm_backend=backends[0])
+    workspace.checkpoint_prepare()
+    workspace.checkpoint_restore(backends[1])
+    before = [backend.gathers for backend in backends]
+    workspace.checkpoint_prepare()
+    assert backends[0].gathers == before[0]
+    assert backends[1].gathers > before[1]
+    workspace.destroy()
+
+
+def test_numbers_of_other_libraries(loaded: Loaded, fake: FakeLibrary) -> None:
+    workspace = create(loaded, max_num_tokens=torch.tensor(42), hidden_dim=Index(6144))
+    assert workspace.buffer_size_bytes == 4_128_768
+    workspace.destroy()
+    workspace = create(loaded, buffer_size_in_bytes=Index(2**20))
+    assert type(workspace.buffer_size_bytes) is int
+    workspace.destroy()
+
+
+class Index:
+    """As NumPy's integers are: no `int`, but as good as one."""
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value

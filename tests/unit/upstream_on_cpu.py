@@ -302,6 +302,7 @@ class FakeMemory:
         self.mapped = False
 
     def attach(self, agreement: Any) -> None:
+        agreement.same("memory to attach", self.mapped)
         self.mapped = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -135,7 +136,6 @@ def make_workspace_class(module: ModuleType) -> type:
                 engine.close()
                 self._forget()
                 raise
-            self._agreement = agreement
             self._engine = engine
             self._destroyed = False
 
@@ -324,13 +324,14 @@ class _Plan:
         explicit: int | None,
     ) -> None:
         self.options = settings.read()
+        # Plain ints of what may be NumPy's: ranks tell each other the size as JSON.
         self.buffer_bytes = sizing.buffer_bytes(
-            max_num_tokens or 0,
-            hidden_dim or 0,
+            operator.index(max_num_tokens or 0),
+            operator.index(hidden_dim or 0),
             dtype.itemsize if dtype is not None else 0,
             ranks,
             oneshot_max_bytes=self.options.oneshot_max_bytes,
-            explicit=explicit,
+            explicit=None if explicit is None else operator.index(explicit),
         )
         native = self.options.engine != "upstream"
         self.built_archs = library.load().archs if native else ()
@@ -409,10 +410,8 @@ def _checkpoint_methods(upstream: Any) -> dict[str, Any]:
         """Give the memory back and keep its addresses; collective. Repeated calls do nothing."""
         if not isinstance(self._engine, NativeEngine):
             upstream.checkpoint_prepare(self)
-        elif self._engine.memory.mapped:
+        else:
             self._engine.detach()
-            # The memory is free when every rank has let go of it.
-            self._agreement.barrier()
 
     def checkpoint_restore(self: Any, comm_backend: Any) -> None:
         """Take memory again at the same addresses; collective. Repeated calls do nothing.
@@ -424,7 +423,7 @@ def _checkpoint_methods(upstream: Any) -> dict[str, Any]:
         """
         if not isinstance(self._engine, NativeEngine):
             upstream.checkpoint_restore(self, comm_backend)
-        elif not self._engine.memory.mapped:
+        else:
             self._engine.attach(Agreement(comm_backend, self.rank, self.tp_size))
 
     ours = (

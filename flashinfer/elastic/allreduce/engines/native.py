@@ -56,6 +56,10 @@ class NativeEngine:
         self._device = device
         self._state_offset = LAMPORT_BUFFERS_NATIVE * buffer_bytes
         self._context: int | None = None
+        self._agreement = agreement
+        # Whether there is memory behind the addresses; the same on all ranks. None once a failure
+        # may have left them different.
+        self._attached: bool | None = True
         self.memory = SymmetricMemory.create(
             agreement, device.index, self._state_offset + _ROTATION_BYTES
         )
@@ -152,13 +156,45 @@ class NativeEngine:
         )
 
     def detach(self) -> None:
-        """Give the memory back and keep its addresses, for a checkpoint."""
-        self.memory.detach()
+        """Give the memory back and keep its addresses, for a checkpoint; free when this returns.
+
+        Does nothing when all ranks have done so.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, if a rank cannot. Those that could have no memory now; call it again.
+        """
+        if self._attached is False:
+            return
+        self._attached = None
+        self._agreement.attempt("detaching the workspace", self.memory.detach)
+        self._attached = False
 
     def attach(self, agreement: Agreement) -> None:
-        """Take memory again at the same addresses, with empty buffers."""
+        """Take memory again at the same addresses, with empty buffers.
+
+        Does nothing when all ranks have it. Parameters as at creation; the process that made the
+        workspace may have had another backend, so this one serves from now on.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, if a rank cannot, or has memory while others have none.
+        """
+        if self._attached:
+            return
+        self._attached = None
+        missing = not self.memory.mapped
         self.memory.attach(agreement)
-        self._initialize(agreement)
+        if missing:
+            try:
+                self._initialize(agreement)
+            except BaseException:
+                self.memory.detach()
+                raise
+        self._agreement = agreement
+        self._attached = True
 
     def initialize(self) -> None:
         """Empty this rank's buffers and start the rotation again; local.
