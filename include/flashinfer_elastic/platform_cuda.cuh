@@ -125,7 +125,9 @@ FE_DEVICE void wait(Mailbox* box, uint32_t parity) {
 
 // ---- programmatic dependent launch ----
 
-// Returns once every earlier kernel of the stream has finished and its writes are visible.
+// Returns once every earlier kernel of the stream has finished and its writes are visible;
+// provided that those launched as dependent kernels wait for their predecessors too, others' as
+// well as ours.
 FE_DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Lets the next kernel be scheduled. Says nothing about this kernel's results.
 FE_DEVICE void allow_successor() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -12,7 +12,8 @@
 //
 // Emptying therefore never erases what a faster peer has sent, whatever the sizes of the calls,
 // and no record of what is dirty is needed. Both steps rest on a kernel sending nothing before its
-// predecessor on this workspace has finished (hw::wait_for_predecessor).
+// predecessor on this workspace has finished (hw::wait_for_predecessor says what that asks of the
+// kernels in between).
 //
 // The turn is counted in device memory, by the device, so eager calls and replays of captured
 // graphs may follow each other in any order.
