@@ -199,8 +199,9 @@ def test_wrappers_show_the_grown_integer_workspace_and_keep_the_old_one() -> Non
     assert any(value is old for value in vars(wrapper)[wrappers._RETIRED])
 
 
-def test_a_wrapper_that_joins_a_grown_workspace_shows_it_too() -> None:
-    """``reset_workspace_buffer`` may give it a buffer that another wrapper has outgrown."""
+@pytest.mark.parametrize("through", ["the attribute", "the buffer"])
+def test_wrappers_of_one_integer_workspace_plan_in_buffers_of_their_own(through: str) -> None:
+    """``reset_workspace_buffer`` may give a wrapper what another one has, and outgrows."""
 
     class Wrapper:
         def __init__(self, workspace: torch.Tensor) -> None:
@@ -219,8 +220,12 @@ def test_a_wrapper_that_joins_a_grown_workspace_shows_it_too() -> None:
     loaded = load(SimpleNamespace(plan=plan), PREFILL)
     floats, shared = torch.zeros(MIB, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
     first, second = Wrapper(shared), Wrapper(shared)
+
+    def integers_of(wrapper: Wrapper) -> torch.Tensor:
+        return wrapper._int_workspace_buffer if through == "the attribute" else shared
+
     for wrapper in (first, second):
-        loaded.plan(floats, shared, wrapper._pin_memory_int_workspace_buffer)
+        loaded.plan(floats, integers_of(wrapper), wrapper._pin_memory_int_workspace_buffer)
         integers, locked = written[-1]
         assert wrapper._int_workspace_buffer is integers
         assert wrapper._pin_memory_int_workspace_buffer is locked

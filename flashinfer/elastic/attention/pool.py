@@ -254,11 +254,12 @@ def twin(buffer: torch.Tensor, page_locked: torch.Tensor) -> torch.Tensor:
     integer workspace, and writes a plan to the same offsets of both.
     """
     slot = find(buffer)
-    if slot is None or slot.newest.data.numel() <= nbytes(buffer):
+    if slot is None:
         return page_locked
     with _lock:
         slot.kind = "integer"  # it may have grown as the scratch of a trtllm-gen call
-        size = slot.newest.data.numel()
+        # A wrapper may show the replacement already, because another one let it grow.
+        size = max(slot.newest.data.numel(), nbytes(buffer))
         if size <= nbytes(page_locked):
             return page_locked
         # Smaller twins of the same buffer stay: the copy of an earlier plan may be reading them.
