@@ -107,3 +107,20 @@ def test_a_workspace_that_is_gone_is_named_as_the_reason() -> None:
     x = torch.randn(2, 8)
     with pytest.raises(RuntimeError, match="no longer exists"):
         compiled.allreduce(number, None, Call(x, torch.empty_like(x)))
+
+
+@pytest.mark.parametrize(
+    "output", [torch.empty(3, 64, dtype=torch.bfloat16), torch.empty(1, 64)], ids=["rows", "dtype"]
+)
+def test_outputs_that_only_a_copy_would_take(
+    entry_points: dict[str, Callable[..., Any]], output: torch.Tensor
+) -> None:
+    """A copy broadcasts and converts, which a kernel does not."""
+    workspace = TwoEqualRanks()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return entry_points["trtllm_mnnvl_allreduce"](x, workspace, True, output)
+
+    rows = torch.ones(1, 64, dtype=torch.bfloat16)
+    with pytest.raises(Exception, match="output must be like input"):
+        torch.compile(layer, backend="eager", fullgraph=True)(rows)

@@ -32,6 +32,15 @@ def enroll(workspace: Any) -> int:
 
 def allreduce(number: int, requested: Strategy | None, call: Call) -> None:
     """Run a call by an operator, and copy its results to the call's outputs."""
+    for name, tensor in (("output", call.output), ("residual_out", call.residual_out)):
+        # A copy would broadcast and convert, which the kernels refuse.
+        if tensor is not None and (
+            tensor.shape != call.input.shape or tensor.dtype != call.input.dtype
+        ):
+            raise ValueError(
+                f"{name} must be like input, {call.input.dtype} {tuple(call.input.shape)}, "
+                f"got {tensor.dtype} {tuple(tensor.shape)}"
+            )
     strategy = _AUTO if requested is None else int(requested)
     if call.gamma is None:
         output = _allreduce(number, strategy, call.input, call.dependent_launch)
