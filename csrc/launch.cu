@@ -79,14 +79,6 @@ bool rows_are_whole(const Problem& problem) {
          problem.gamma_vectors && (!is_quantized(problem) || problem.quantization.vectors);
 }
 
-uint64_t bytes_used(Strategy strategy, ElementType type, const Problem& problem, uint32_t ranks) {
-  uint64_t slots = strategy == Strategy::kOneShot ? one_shot_slots(problem.tokens, ranks)
-                                                  : two_shot_slots(problem.tokens, ranks);
-  uint64_t row =
-      static_cast<uint64_t>(segments_of(problem.hidden)) * kSegmentElements * element_bytes(type);
-  return slots * row;
-}
-
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -123,7 +115,7 @@ void Context::follow_last_stream(cudaStream_t stream) {
 void Context::launch(Strategy strategy, ElementType type, const Problem& problem,
                      bool dependent_launch, cudaStream_t stream) {
   if (problem.tokens == 0 || problem.hidden == 0) return;
-  uint64_t needed = bytes_used(strategy, type, problem, group_.ranks);
+  uint64_t needed = required_bytes(strategy, type, problem.tokens, problem.hidden, group_.ranks);
   if (needed > group_.buffer_bytes) {
     throw std::invalid_argument("the call needs " + std::to_string(needed) +
                                 " bytes of a buffer of " + std::to_string(group_.buffer_bytes));

@@ -46,14 +46,6 @@ bool has_whole_rows(const Problem& p, const LaunchShape& shape) {
 
 }  // namespace
 
-uint64_t required_bytes(Strategy strategy, ElementType type, uint32_t tokens, uint32_t hidden,
-                        uint32_t ranks) {
-  uint64_t slots = strategy == Strategy::kOneShot ? one_shot_slots(tokens, ranks)
-                                                  : two_shot_slots(tokens, ranks);
-  return slots * (type == ElementType::kFloat32 ? slot_bytes<Float32>(hidden)
-                                                : slot_bytes<Float16>(hidden));
-}
-
 Group::Group(const Settings& settings)
     : settings_(checked(settings)),
       fabric_(settings.ranks, settings.buffer_bytes),

@@ -105,7 +105,4 @@ class Group {
   bool closing_ = false;
 };
 
-uint64_t required_bytes(Strategy strategy, ElementType type, uint32_t tokens, uint32_t hidden,
-                        uint32_t ranks);
-
 }  // namespace flashinfer_elastic::emulation

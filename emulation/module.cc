@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "flashinfer_elastic/layout.cuh"
 #include "flashinfer_elastic/platform.cuh"
 #include "flashinfer_elastic/quantize.cuh"
 #include "group.h"

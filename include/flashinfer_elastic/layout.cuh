@@ -2,14 +2,18 @@
 // uses depends on its strategy alone.
 #pragma once
 
+#include "arguments.h"
 #include "numerics.cuh"
 
 namespace flashinfer_elastic {
 
 // A slot holds one row, padded to whole segments.
+FE_SHARED constexpr uint64_t slot_bytes(uint32_t hidden, uint32_t element_bytes) {
+  return static_cast<uint64_t>(segments_of(hidden)) * kSegmentElements * element_bytes;
+}
 template <typename T>
 FE_SHARED constexpr uint64_t slot_bytes(uint32_t hidden) {
-  return static_cast<uint64_t>(segments_of(hidden)) * kSegmentElements * T::kBytes;
+  return slot_bytes(hidden, T::kBytes);
 }
 
 template <typename T>
@@ -41,6 +45,14 @@ FE_SHARED constexpr uint64_t sum_slot(uint32_t token, uint32_t tokens, uint32_t 
 }
 FE_SHARED constexpr uint64_t two_shot_slots(uint32_t tokens, uint32_t ranks) {
   return contribution_slots(tokens, ranks) + tokens;
+}
+
+// Of one buffer, by a call.
+inline uint64_t required_bytes(Strategy strategy, ElementType type, uint32_t tokens,
+                               uint32_t hidden, uint32_t ranks) {
+  uint64_t slots = strategy == Strategy::kOneShot ? one_shot_slots(tokens, ranks)
+                                                  : two_shot_slots(tokens, ranks);
+  return slots * slot_bytes(hidden, element_bytes(type));
 }
 
 }  // namespace flashinfer_elastic

@@ -35,7 +35,9 @@ class OneShot {
       Segment<T> next_own{};
       if (next < problem.tokens) next_own = op.send(next);
       tail.finish(token, [&](uint32_t segment) {
-        return op.reduce(token, segment, share.single() ? own : op.contribution(token, segment));
+        return op.reduce(
+            token, segment,
+            share.single() ? own : load_contribution<T, kWhole>(problem, token, segment));
       });
       token = next;
       own = next_own;
@@ -50,13 +52,6 @@ class OneShot {
         link_(arguments.group),
         turn_(arguments.group) {}
 
-  FE_DEVICE Segment<T> contribution(uint32_t token, uint32_t segment) const {
-    Segment<T> own = load_segment<T, kWhole>(problem_.input, token, segment, problem_.hidden);
-#pragma unroll
-    for (uint32_t i = 0; i < T::kWords; ++i) own.word[i] = without_negative_zero<T>(own.word[i]);
-    return own;
-  }
-
   FE_DEVICE uint64_t offset(uint32_t token, uint32_t source, uint32_t segment,
                             uint32_t word) const {
     uint64_t slot = one_shot_slot(token, source, rank_count<kRanks>(group_));
@@ -68,7 +63,7 @@ class OneShot {
     Segment<T> own{};
     for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
       if (!share_.has(s)) continue;
-      own = contribution(token, s);
+      own = load_contribution<T, kWhole>(problem_, token, s);
 #pragma unroll
       for (uint32_t i = 0; i < T::kWords; ++i) {
         link_.to_peers(offset(token, group_.rank, s, i), own.word[i]);

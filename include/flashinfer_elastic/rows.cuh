@@ -89,6 +89,15 @@ FE_DEVICE Segment<T> load_segment(const Rows& rows, uint32_t token, uint32_t seg
   return load_segment<T, kWhole>(row_address<T>(rows, token), rows.vectors, segment, hidden);
 }
 
+// What this rank adds to the sum, as it is sent.
+template <typename T, bool kWhole>
+FE_DEVICE Segment<T> load_contribution(const Problem& problem, uint32_t token, uint32_t segment) {
+  Segment<T> own = load_segment<T, kWhole>(problem.input, token, segment, problem.hidden);
+#pragma unroll
+  for (uint32_t i = 0; i < T::kWords; ++i) own.word[i] = without_negative_zero<T>(own.word[i]);
+  return own;
+}
+
 template <typename T, bool kWhole>
 FE_DEVICE void store_segment(const Rows& rows, uint32_t token, uint32_t segment, uint32_t hidden,
                              const Segment<T>& s) {

@@ -23,6 +23,11 @@ FE_DEVICE uint32_t rank_count(const Group& group) {
   return kRanks != 0 ? kRanks : group.ranks;
 }
 
+// The rank `step` places on, around the ring; `step` is at most `ranks`.
+FE_DEVICE uint32_t rank_after(uint32_t rank, uint32_t step, uint32_t ranks) {
+  return rank + step < ranks ? rank + step : rank + step - ranks;
+}
+
 // Peers' memory mapped one by one; works wherever they can reach each other.
 template <uint32_t kRanks>
 class Unicast {
@@ -36,8 +41,7 @@ class Unicast {
     uint32_t ranks = rank_count<kRanks>(group_);
 #pragma unroll
     for (uint32_t step = 1; step < ranks; ++step) {
-      uint32_t peer = group_.rank + step;
-      to(peer < ranks ? peer : peer - ranks, offset, word);
+      to(rank_after(group_.rank, step, ranks), offset, word);
     }
   }
 

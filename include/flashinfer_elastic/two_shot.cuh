@@ -38,7 +38,7 @@ class TwoShot {
       if (next < teams) next_own = op.send(next);
       Segment<T> own_sum = op.sum_own(team, own);
       for (uint32_t step = 0; step < ranks; ++step) {
-        uint32_t owner = group.rank + step < ranks ? group.rank + step : group.rank + step - ranks;
+        uint32_t owner = rank_after(group.rank, step, ranks);
         uint32_t token = team * ranks + owner;
         if (token >= problem.tokens) continue;
         tail.finish(token, [&](uint32_t segment) {
@@ -58,13 +58,6 @@ class TwoShot {
         link_(arguments.group),
         turn_(arguments.group) {}
 
-  FE_DEVICE Segment<T> contribution(uint32_t token, uint32_t segment) const {
-    Segment<T> own = load_segment<T, kWhole>(problem_.input, token, segment, problem_.hidden);
-#pragma unroll
-    for (uint32_t i = 0; i < T::kWords; ++i) own.word[i] = without_negative_zero<T>(own.word[i]);
-    return own;
-  }
-
   FE_DEVICE uint64_t offset(uint64_t slot, uint32_t segment, uint32_t word) const {
     return turn_.buffer() + word_offset<T>(problem_.hidden, slot, segment, word);
   }
@@ -79,11 +72,10 @@ class TwoShot {
       if (!share_.has(s)) continue;
 #pragma unroll
       for (uint32_t step = 1; step <= ranks; ++step) {
-        uint32_t owner =
-            group_.rank + step < ranks ? group_.rank + step : group_.rank + step - ranks;
+        uint32_t owner = rank_after(group_.rank, step, ranks);
         uint32_t token = team * ranks + owner;
         if (token >= problem_.tokens) continue;
-        own = contribution(token, s);
+        own = load_contribution<T, kWhole>(problem_, token, s);
         if (step == ranks) break;
         uint64_t slot = contribution_slot(token, group_.rank, ranks);
 #pragma unroll
@@ -101,7 +93,7 @@ class TwoShot {
     if (token >= problem_.tokens) return sum;
     for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
       if (!share_.has(s)) continue;
-      Segment<T> mine = share_.single() ? own : contribution(token, s);
+      Segment<T> mine = share_.single() ? own : load_contribution<T, kWhole>(problem_, token, s);
 #pragma unroll
       for (uint32_t i = 0; i < T::kWords; ++i) {
         sum.word[i] = reduce_word<T, kRanks, false>(
