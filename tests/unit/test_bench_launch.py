@@ -66,7 +66,7 @@ def die(rank: int, job: Job, rendezvous: str, end: float, messages: Any) -> None
 
 def run(worker: launch.Worker, seconds: float = 60.0) -> tuple[Results, str, list[str], list[Any]]:
     seen: list[Any] = []
-    found = launch.run(Job(Plan((64,), (1,)), 2, seconds), worker, "command", seen.append)
+    found = launch.run(Job(Plan((64,), (1,)), 2, seconds), worker, "command", progress=seen.append)
     return (*found, seen)
 
 
@@ -134,7 +134,7 @@ def test_one_gpu_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
 def canned(name: str, failures: list[str]) -> Any:
     """A ``launch.run`` that starts no process."""
 
-    def run(job: Job, worker: Any, command: str, progress: Any) -> Any:
+    def run(job: Job, worker: Any, command: str, *, progress: Any) -> Any:
         progress(ROW)
         progress(SKIP)
         results = Results("2 x GPU", command, {"torch": "2"}, [ROW], [SKIP], host_cost=[COST])

@@ -288,7 +288,7 @@ def test_the_bar_counts_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashinfer.elastic.doctor import progress
     from flashinfer.elastic.doctor.bench import cli as bench_cli
     from flashinfer.elastic.doctor.bench import launch
-    from flashinfer.elastic.doctor.bench.results import Row, Skip
+    from flashinfer.elastic.doctor.bench.results import Results, Row, Skip
 
     console = Console(force_terminal=True, file=open(os.devnull, "w"))  # noqa: SIM115
     bars: list[Progress] = []
@@ -300,23 +300,20 @@ def test_the_bar_counts_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row(2, 64, 1, "graph", "nccl", 1.0, 1.0, 1.0)
     found = [row, Skip("trtllm_oneshot", "no", 64, 2), Skip("limit", "no")]
 
-    def run(job: Any, work: Any, command: str, show: Callable[[Row | Skip], None]) -> Any:
+    def run(job: Any, work: Any, command: str, *, progress: Callable[[Row | Skip], None]) -> Any:
+        assert command.startswith("flashinfer-doctor bench --ranks 2")
         for one in found:
-            show(one)
-        return "done"
-
-    def main(arguments: list[str], program: str) -> int:
-        assert program == "flashinfer-doctor bench"
-        shown: list[Row | Skip] = []
-        assert launch.run(None, None, "", shown.append) == "done"  # type: ignore[arg-type]
-        assert shown == found
-        return 5
+            progress(one)
+        return Results("", command, {}), "", []
 
     monkeypatch.setattr(progress, "Progress", make)
     monkeypatch.setattr(launch, "run", run)
-    monkeypatch.setattr(bench_cli, "main", main)
-    arguments = ["--hidden", "64", "--tokens", "1", "2", "--methods", "nccl", "limit"]
-    assert progress.bench([*arguments, "--modes", "graph", "eager"]) == 5
+    shown: list[Row | Skip] = []
+    monkeypatch.setattr(bench_cli, "show", shown.append)
+    arguments = "--ranks 2 --hidden 64 --tokens 1 2 --methods nccl limit --modes graph eager".split()
+    # No rank said which machine it is on: nothing to write.
+    assert progress.bench(arguments) == 1
+    assert shown == found
     (task,) = bars[0].tasks
     # A row; a problem in two modes; a method for two problems in two modes.
     assert (task.completed, task.total) == (1 + 2 + 4, 2 * 2 * 2)

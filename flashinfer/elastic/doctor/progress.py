@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-from unittest import mock
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .bench import cli, launch
+from .bench import cli
 from .bench.results import Row, Skip
 
 PROGRAM = "flashinfer-doctor bench"
@@ -23,22 +22,28 @@ def bench(arguments: Sequence[str]) -> int:
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     )
-    if options.source or options.host_cost or not bar.console.is_terminal:
+    # The host's cost alone has no rows to count.
+    if options.host_cost or not bar.console.is_terminal:
         return cli.main(arguments, PROGRAM)
     problems, modes = len(options.hidden) * len(options.tokens), len(options.modes)
-    task = bar.add_task("measured", total=problems * modes * len(options.methods))
-    run: Callable[..., Any] = launch.run
+    return cli.main(
+        arguments, PROGRAM, _counting(bar, problems, modes, methods=len(options.methods))
+    )
 
-    def with_bar(job: Any, work: Any, command: str, show: Callable[[Row | Skip], None]) -> Any:
-        def found(result: Row | Skip) -> None:
-            show(result)
-            bar.advance(task, _share(result, problems, modes))
 
-        with bar:
-            return run(job, work, command, found)
+@contextlib.contextmanager
+def _counting(
+    bar: Progress, problems: int, modes: int, methods: int
+) -> Iterator[Callable[[Row | Skip], None]]:
+    """Show a bar; give what prints a row or a skip above it and counts it."""
+    task = bar.add_task("measured", total=problems * modes * methods)
 
-    with mock.patch.object(launch, "run", with_bar):
-        return cli.main(arguments, PROGRAM)
+    def found(result: Row | Skip) -> None:
+        cli.show(result)
+        bar.advance(task, _share(result, problems, modes))
+
+    with bar:
+        yield found
 
 
 def _share(result: Row | Skip, problems: int, modes: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import sys
@@ -18,6 +19,8 @@ HIDDEN = (7168, 4096)
 TOKENS = tuple(2**exponent for exponent in range(13))
 QUICK_TOKENS = (1, 8, 64, 512, 4096)
 RESULTS = Path("benchmarks", "results")
+
+Progress = contextlib.AbstractContextManager[Callable[[Row | Skip], None]]
 
 DESCRIPTION = """\
 Time all-reduce + residual + RMSNorm in bf16 on this machine's GPUs: this wheel's kernels, the other
@@ -66,7 +69,7 @@ def show(found: Row | Skip) -> None:
 def main(
     arguments: Sequence[str] | None = None,
     program: str = "scripts/bench.py",
-    progress: Callable[[Row | Skip], None] = show,
+    progress: Progress | None = None,
 ) -> int:
     """Do what the command line asks for; return the exit code.
 
@@ -76,8 +79,9 @@ def main(
         By default those of this process.
     program : str
         What to call it in the result file.
-    progress : callable
-        Is told of rows and skips as they come.
+    progress : context manager, optional
+        Entered while the ranks measure; gives what is called with rows and skips as they come. By
+        default they are printed.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
@@ -88,7 +92,10 @@ def main(
         print(f"It takes two GPUs or more; there is {ranks}.", file=sys.stderr)
         return 2
     command = _command(arguments, program)
-    results, name, failures = launch.run(_job(options, ranks), launch.work, command, progress)
+    with progress or contextlib.nullcontext(show) as found:
+        results, name, failures = launch.run(
+            _job(options, ranks), launch.work, command, progress=found
+        )
     for failure in failures:
         print(f"\nFAILED: {failure}", file=sys.stderr)
     if not name:
@@ -120,7 +127,7 @@ def _command(arguments: Sequence[str], program: str) -> str:
     while "--out" in kept:
         place = kept.index("--out")
         del kept[place : place + 2]
-    return shlex.join([program, *kept])
+    return " ".join([program, *map(shlex.quote, kept)])
 
 
 def _gpus() -> int:

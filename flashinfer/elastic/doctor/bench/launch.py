@@ -83,7 +83,7 @@ class SilentReporter:
 
 
 def run(
-    job: Job, worker: Worker, command: str, progress: Callable[[Row | Skip], None]
+    job: Job, worker: Worker, command: str, *, progress: Callable[[Row | Skip], None]
 ) -> tuple[Results, str, list[str]]:
     """Run a job.
 
