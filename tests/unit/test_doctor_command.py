@@ -310,9 +310,10 @@ def test_the_bar_counts_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "run", run)
     shown: list[Row | Skip] = []
     monkeypatch.setattr(bench_cli, "show", shown.append)
-    arguments = "--ranks 2 --hidden 64 --tokens 1 2 --methods nccl limit --modes graph eager".split()
+    sizes = ["--ranks", "2", "--hidden", "64", "--tokens", "1", "2"]
+    what = ["--methods", "nccl", "limit", "--modes", "graph", "eager"]
     # No rank said which machine it is on: nothing to write.
-    assert progress.bench(arguments) == 1
+    assert progress.bench([*sizes, *what]) == 1
     assert shown == found
     (task,) = bars[0].tasks
     # A row; a problem in two modes; a method for two problems in two modes.
