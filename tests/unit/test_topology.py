@@ -1,13 +1,12 @@
 """Which pairs lack NVLink, from recorded topologies, and what the group makes of it."""
 
-# The fakes have the names of what they stand for.
-# ruff: noqa: N802
-
 from __future__ import annotations
 
 import doctest
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,49 +15,13 @@ from flashinfer.elastic.allreduce import topology
 from flashinfer.elastic.allreduce.agreement import Agreement, CollectiveError
 from flashinfer.elastic.allreduce.identity import Identity
 
+sys.path.insert(0, str(Path(__file__).parent))
+from nvml_double import FakeNvml
+
 # `nvidia-smi topo -m`, one letter a pair: X itself, N NVLink, P PCIe.
 NV18_ALL_TO_ALL = ["XNNN", "NXNN", "NNXN", "NNNX"]
 BRIDGED_PAIRS = ["XNPP", "NXPP", "PPXN", "PPNX"]
 PCIE = ["XP", "PX"]
-
-
-class FakeNvml:
-    """The part of pynvml that is used, over a recorded topology."""
-
-    NVML_P2P_CAPS_INDEX_NVLINK = 2
-    NVML_P2P_STATUS_OK = 0
-    NVML_P2P_STATUS_UNKNOWN = 6
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(
-        self, recorded: list[str], *, broken: bool = False, hidden: tuple[int, ...] = ()
-    ) -> None:
-        self.recorded = recorded
-        self.broken = broken
-        self.hidden = hidden
-        self.initialised = 0
-
-    def nvmlInit(self) -> None:
-        if self.broken:
-            raise self.NVMLError("driver not loaded")
-        self.initialised += 1
-
-    def nvmlShutdown(self) -> None:
-        self.initialised -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, name: str) -> int:
-        assert name.startswith("GPU-00000000-0000-0000-0000-")
-        index = int(name[-12:], 16)
-        if index in self.hidden:
-            raise self.NVMLError("not found")
-        return index
-
-    def nvmlDeviceGetP2PStatus(self, one: int, other: int, capability: int) -> int:
-        assert self.initialised > 0
-        assert capability == 2
-        return {"N": 0, "P": 5, "?": 6}[self.recorded[one][other]]
 
 
 class FakeDriver:

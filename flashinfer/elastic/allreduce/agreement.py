@@ -15,6 +15,8 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from . import interrupts
+
 T = TypeVar("T")
 
 # Every allgather carries frames of one size, because a backend may gather into equal tensors.
@@ -139,7 +141,8 @@ class Agreement:
     def attempt(self, stage: str, work: Callable[[], T]) -> T:
         """Do local ``work`` and agree on how it went; return its result.
 
-        ``work`` must not call collectives of its own.
+        ``work`` must not call collectives of its own. An interrupt that is held (see
+        ``interrupts``) counts as its failure.
 
         Raises
         ------
@@ -151,6 +154,8 @@ class Agreement:
         try:
             try:
                 results.append(work())
+                # Not before the work, on which that of others may wait.
+                interrupts.deliver()
             except BaseException as error:
                 failure = error
             self.agree(stage, failure)

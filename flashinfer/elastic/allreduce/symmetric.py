@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from . import interrupts
 from .agreement import Agreement, CollectiveError, format_ranks
 from .driver import Driver, DriverError, load_driver
 from .fd_exchange import peer_descriptors
@@ -117,15 +118,16 @@ class SymmetricMemory:
         _close_postponed()
         memory = cls(agreement.rank, agreement.world_size, device_index, size_bytes)
         try:
-            agreement.attempt("request for symmetric memory", lambda: _check_size(size_bytes))
-            agreement.same("size of symmetric memory", size_bytes)
-            agreement.attempt("opening the GPU", lambda: memory._open(driver or load_driver()))
-            identities = memory._survey(agreement)
-            granularity = max(identity.granularity for identity in identities)
-            memory._attempt(
-                agreement, "reservation of addresses", lambda: memory._reserve(granularity)
-            )
-            memory._map_all(agreement, fabric=choose_fabric(identities))
+            with interrupts.held():
+                agreement.attempt("request for symmetric memory", lambda: _check_size(size_bytes))
+                agreement.same("size of symmetric memory", size_bytes)
+                agreement.attempt("opening the GPU", lambda: memory._open(driver or load_driver()))
+                identities = memory._survey(agreement)
+                granularity = max(identity.granularity for identity in identities)
+                memory._attempt(
+                    agreement, "reservation of addresses", lambda: memory._reserve(granularity)
+                )
+                memory._map_all(agreement, fabric=choose_fabric(identities))
         except BaseException:
             memory.close()
             raise
@@ -149,7 +151,7 @@ class SymmetricMemory:
         if not self.mapped:
             return
         assert self._driver is not None
-        with self._driver.current(self._context):
+        with interrupts.held(), self._driver.current(self._context):
             self._driver.synchronize()
             self._unmap()
 
@@ -166,13 +168,14 @@ class SymmetricMemory:
             On every rank, when any step failed on any; then the memory is detached as before.
         """
         _refuse_capture("attach symmetric memory")
-        agreement.attempt("attaching symmetric memory", lambda: self._check_attach(agreement))
-        agreement.same(
-            "symmetric memory to attach", {"mapped": self.mapped, "bytes": self.allocated_bytes}
-        )
-        if self.mapped:
-            return
-        self._map_all(agreement, fabric=choose_fabric(self._survey(agreement)))
+        with interrupts.held():
+            agreement.attempt("attaching symmetric memory", lambda: self._check_attach(agreement))
+            agreement.same(
+                "symmetric memory to attach", {"mapped": self.mapped, "bytes": self.allocated_bytes}
+            )
+            if self.mapped:
+                return
+            self._map_all(agreement, fabric=choose_fabric(self._survey(agreement)))
 
     def close(self) -> None:
         """Give everything back; local, without a collective.
@@ -188,6 +191,11 @@ class SymmetricMemory:
         if self._closed:
             return
         _refuse_capture("close symmetric memory")
+        # A device may take long to be waited for; the rest is still done when a user is impatient.
+        with interrupts.held():
+            self._give_back()
+
+    def _give_back(self) -> None:
         self._closed = True
         self.addresses = ()
         if self._driver is not None and self._context is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import compiled, settings, sizing, strategy, topology
+from . import compiled, interrupts, settings, sizing, strategy, topology
 from .agreement import Agreement, CollectiveError
 from .engines import Call, Engine, library
 from .engines.native import NativeEngine
@@ -77,7 +77,13 @@ def make_workspace_class(module: ModuleType) -> type:
             If ``buffer_size_in_bytes`` exceeds UINT32_MAX (upstream's check).
         RuntimeError
             If the group cannot communicate this way; the text says which rank and why.
+        KeyboardInterrupt
+            On an interrupted rank, when its peers know; theirs is the RuntimeError.
         """
+
+        # Until all is in place there is nothing to destroy and nothing to warn of.
+        _destroyed = True
+        _engine: Engine | None = None
 
         def __init__(
             self,
@@ -88,9 +94,30 @@ def make_workspace_class(module: ModuleType) -> type:
             buffer_size_in_bytes: int | None = None,
             comm_backend: Any | None = None,
         ) -> None:
-            # Until all is in place there is nothing to destroy and nothing to warn of.
-            self._destroyed = True
-            self._engine: Engine | None = None
+            try:
+                # An interrupt that came too late for the others to be told is raised at the end.
+                with interrupts.held():
+                    self._create(
+                        mapping,
+                        max_num_tokens,
+                        hidden_dim,
+                        dtype,
+                        buffer_size_in_bytes,
+                        comm_backend,
+                    )
+            except BaseException:
+                self.destroy()
+                raise
+
+        def _create(
+            self,
+            mapping: Any,
+            max_num_tokens: int | None,
+            hidden_dim: int | None,
+            dtype: torch.dtype | None,
+            buffer_size_in_bytes: int | None,
+            comm_backend: Any | None,
+        ) -> None:
             self._noted_fallbacks: set[str] = set()
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -169,24 +196,27 @@ def make_workspace_class(module: ModuleType) -> type:
         def _open_upstream(
             self, mapping: Any, agreement: Agreement, size: int, comm_backend: Any
         ) -> None:
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
-                super().__init__(mapping, buffer_size_in_bytes=size, comm_backend=comm_backend)
-                if not self.mc_ptr:
-                    raise RuntimeError(
-                        "The upstream engine needs NVLink multicast, and the multicast pointer is "
-                        "null. The native engine does without: it is the default where this wheel "
-                        f"has kernels for the GPU (sm{self._arch})."
-                    )
-                self._engine = UpstreamEngine(module, self)
-            except Exception as raised:
-                error = raised
-            try:
+                try:
+                    super().__init__(mapping, buffer_size_in_bytes=size, comm_backend=comm_backend)
+                    if not self.mc_ptr:
+                        raise RuntimeError(
+                            "The upstream engine needs NVLink multicast, and the multicast pointer "
+                            "is null. The native engine does without: it is the default where this "
+                            f"wheel has kernels for the GPU (sm{self._arch})."
+                        )
+                    self._engine = UpstreamEngine(module, self)
+                    interrupts.deliver()
+                except BaseException as raised:
+                    error = raised
                 agreement.agree("creating upstream's workspace", error)
             except BaseException:
                 self._engine = None
                 self._forget()
                 raise
+            finally:
+                error = None  # breaks the cycle error -> traceback -> this frame -> error
 
         def __getattr__(self, name: str) -> Any:
             # Called only for what is not there. `buffer_flags` belongs to upstream's kernels.
@@ -287,12 +317,12 @@ def make_workspace_class(module: ModuleType) -> type:
             RuntimeError
                 A CUDA graph is being captured; the workspace is as it was.
             """
-            engine = self._engine
-            if engine is None:
-                return
-            engine.close()
-            self._engine = None
-            self._forget()
+            with interrupts.held():
+                if self._engine is None:
+                    return
+                self._engine.close()
+                self._engine = None
+                self._forget()
 
     for name, method in _checkpoint_methods(upstream).items():
         setattr(Workspace, name, method)

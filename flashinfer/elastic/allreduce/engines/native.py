@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import interrupts
 from ..agreement import Agreement
 from ..sizing import ALIGNMENT, LAMPORT_BUFFERS_NATIVE
 from ..strategy import Strategy
@@ -168,8 +169,9 @@ class NativeEngine:
         if self._attached is False:
             return
         self._attached = None
-        self._agreement.attempt("detaching the workspace", self.memory.detach)
-        self._attached = False
+        with interrupts.held():
+            self._agreement.attempt("detaching the workspace", self.memory.detach)
+            self._attached = False
 
     def attach(self, agreement: Agreement) -> None:
         """Take memory again at the same addresses, with empty buffers.
@@ -186,15 +188,16 @@ class NativeEngine:
             return
         self._attached = None
         missing = not self.memory.mapped
-        self.memory.attach(agreement)
-        if missing:
-            try:
-                self._initialize(agreement)
-            except BaseException:
-                self.memory.detach()
-                raise
-        self._agreement = agreement
-        self._attached = True
+        with interrupts.held():
+            self.memory.attach(agreement)
+            if missing:
+                try:
+                    self._initialize(agreement)
+                except BaseException:
+                    self.memory.detach()
+                    raise
+            self._agreement = agreement
+            self._attached = True
 
     def initialize(self) -> None:
         """Empty this rank's buffers and start the rotation again; local.
