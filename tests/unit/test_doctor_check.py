@@ -327,6 +327,21 @@ def test_requirements() -> None:
     assert "nvidia-ml-py, and it is not installed" in text and "0.3.0 is installed" in text
 
 
+def test_without_upstream_that_is_said_once() -> None:
+    made = installed(
+        imports=failing("ModuleNotFoundError: no such file", "flashinfer.prefill"),
+        registry={},
+        upstream=None,
+        requirements=(Requirement("flashinfer-python<0.8,>=0.6.12", None, False),),
+    )
+    findings = judge(look(machines.TWO_NV18, made))
+    found = [finding for finding in findings if finding.level is Level.PROBLEM]
+    assert [finding.topic for finding in found] == ["install", "patch"]
+    assert "flashinfer-python is not installed" in found[0].text
+    assert "not there without flashinfer-python" in found[1].text
+    assert all("Install what provides" not in finding.remedy for finding in found)
+
+
 def test_an_import_that_crashes() -> None:
     made = installed(
         imports={}, registry={}, crashed="was killed by signal 11, importing flashinfer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,49 @@ def test_the_environment_counts() -> None:
 )
 def test_usage_errors(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
+
+
+def test_rows_of_which_no_buffer_holds_one() -> None:
+    arguments = ("--tp", "64", "--hidden", "16777216", "--max-tokens", "9", "--dtype", "float32")
+    result = run(*arguments)
+    assert result.exit_code == 2 and not isinstance(result.exception, ValueError)
+    said = " ".join(result.output.split())
+    assert "--hidden 16777216" in said and "Not even one row of 16777216 elements" in said
+
+
+def test_json() -> None:
+    result = run("--tp", "8", "--hidden", "6144", "--max-tokens", "8192", "--json")
+    document = json.loads(result.output)
+    assert document["format"] == 1
+    assert document["group"] == {
+        "ranks": 8,
+        "hidden": 6144,
+        "dtype": "bfloat16",
+        "max_tokens": 8192,
+        "arch": 90,
+    }
+    expected = cases(REPORTED, 8192, 90)
+    assert [caller["name"] for caller in document["callers"]] == list(expected)
+    fused = document["callers"][0]
+    assert fused["name"] == "vLLM 0.24, fused"
+    assert fused["buffer_bytes"] == {"upstream": 1_179_648, "ours": 4_128_768}
+    assert fused["raises_from_tokens"] == 13
+    assert fused["calls"][-1] == {
+        "tokens": [13, 42],
+        "asks": "one-shot",
+        "upstream": {"strategy": "oneshot", "most_bytes": 4_128_768, "raises": True},
+        "ours": {"strategy": "oneshot", "launches": 1},
+    }
+    unused = [caller for caller in document["callers"] if not caller["reports_tokens"]]
+    assert unused and all(caller["calls"] == [] for caller in unused)
+
+
+def test_json_beside_a_picture_is_json_alone(tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    arguments = ("--tp", "2", "--hidden", "64", "--max-tokens", "8", "--json", "--svg", str(file))
+    result = run(*arguments)
+    assert result.exit_code == 0 and file.exists()
+    json.loads(result.stdout)
 
 
 def points(text: str) -> list[tuple[float, float]]:

@@ -102,7 +102,10 @@ def check(
     help="Architecture, by which vLLM's tables and the choice of strategy differ.",
 )
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Also write the plot.")
-def plan(tp: int, hidden: int, max_tokens: int, dtype: str, sm: str, svg: Path | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(
+    tp: int, hidden: int, max_tokens: int, dtype: str, sm: str, svg: Path | None, as_json: bool
+) -> None:
     """Show what workspaces cost, who asks what of them, and what becomes of it.
 
     Arithmetic only: needs no GPU and no FlashInfer. Obeys FLASHINFER_MNNVL_ONESHOT_MAX_MB.
@@ -110,7 +113,7 @@ def plan(tp: int, hidden: int, max_tokens: int, dtype: str, sm: str, svg: Path |
     from flashinfer.elastic.allreduce import settings
 
     from . import look
-    from .plan import outcomes, report
+    from .plan import document, outcomes, report
     from .plan import svg as drawing
     from .plan.callers import Problem, callers
 
@@ -119,17 +122,23 @@ def plan(tp: int, hidden: int, max_tokens: int, dtype: str, sm: str, svg: Path |
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     problem = Problem(tp, hidden, _ELEMENT_BYTES[dtype])
-    cases = tuple(
-        outcomes.case(problem, int(sm), caller, oneshot_max_bytes)
-        for caller in callers(problem, max_tokens, int(sm))
-    )
-    report.show(look.console(), problem, int(sm), max_tokens, dtype, cases)
+    try:
+        cases = tuple(
+            outcomes.case(problem, int(sm), caller, oneshot_max_bytes)
+            for caller in callers(problem, max_tokens, int(sm))
+        )
+    except ValueError as error:  # not even one row fits in the largest buffer there is
+        raise click.UsageError(f"--hidden {hidden}: {error}") from None
+    if as_json:
+        click.echo(document.to_json(problem, int(sm), max_tokens, dtype, cases))
+    else:
+        report.show(look.console(), problem, int(sm), max_tokens, dtype, cases)
     if svg is not None:
         try:
             svg.write_text(drawing.draw(report.chart_of(problem, cases)))
         except OSError as error:
             raise click.FileError(str(svg), error.strerror) from None
-        click.echo(f"written: {svg}")
+        click.echo(f"written: {svg}", err=as_json)
 
 
 @main.command()

@@ -124,7 +124,10 @@ def _installation(installed: Installation) -> Iterator[Finding]:
             "Install both into one environment, neither with --user nor --target.",
         )
     for requirement in installed.requirements:
-        if requirement.satisfied is False:
+        if requirement.satisfied is False and not (
+            # Said above.
+            upstream.version is None and requirement.requirement.startswith("flashinfer-python")
+        ):
             has = f"{requirement.installed} is" if requirement.installed else "it is not"
             yield Finding(
                 "install",
@@ -148,8 +151,19 @@ def _installation(installed: Installation) -> Iterator[Finding]:
 
 def _patches(facts: Facts) -> Iterator[Finding]:
     """Give a finding for each thing that happened, with the modules that it happened to."""
+    installation = facts.installation
+    if installation.upstream.version is None and all(
+        module.applied is Applied.FAILED for module in installation.modules
+    ):
+        yield Finding(
+            "patch",
+            Level.PROBLEM,
+            f"{', '.join(module.name for module in installation.modules)}: not there without "
+            "flashinfer-python.",
+        )
+        return
     fates: dict[tuple[object, ...], list[Module]] = {}
-    for module in facts.installation.modules:
+    for module in installation.modules:
         fates.setdefault((module.applied, module.reason), []).append(module)
     for modules in fates.values():
         yield _patch(", ".join(module.name for module in modules), modules[0], facts)
