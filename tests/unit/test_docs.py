@@ -167,6 +167,24 @@ def test_every_public_report_is_answered() -> None:
     assert answered == {project: set(numbers.split()) for project, numbers in REPORTS.items()}
 
 
+def test_every_answer_names_the_tests_that_guard_it() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().split("## Public reports")[1]
+    rows = re.findall(r"^\| (?:vllm|flashinfer) .+$", text, re.MULTILINE)
+    assert len(rows) > 15
+    for row in rows:
+        guards = row.rstrip(" |").rpartition("|")[2]
+        cited = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", guards)
+        assert cited, row
+        assert len(cited) == guards.count("`") / 2, f"not a test: {guards}"
+
+
+@page
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        module = ast.parse((ROOT / file).read_text())
+        assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+
+
 @pytest.fixture(scope="module")
 def tables() -> ModuleType:
     spec = importlib.util.spec_from_file_location(

@@ -98,6 +98,19 @@ def test_native_steps(
     workspace.destroy()
 
 
+@pytest.mark.parametrize(("tokens", "steps"), [(15, 1), (42, 1), (56, 1), (63, 2), (168, 3)])
+def test_rows_wider_than_what_was_reported(
+    loaded: Loaded, fake: FakeLibrary, tokens: int, steps: int
+) -> None:
+    """As a draft model's on its target's workspace."""
+    wider = 16384
+    workspace = create(loaded)
+    fused(loaded, workspace, torch.zeros(tokens, wider, dtype=DTYPE), "ONESHOT")
+    assert len(fake.calls) == steps
+    assert sum(call[3] for call in fake.calls) == tokens
+    workspace.destroy()
+
+
 def test_one_row_that_does_not_fit(loaded: Loaded, fake: FakeLibrary) -> None:
     workspace = create(loaded, buffer_size_in_bytes=4096)
     rows = torch.zeros(5, HIDDEN, dtype=DTYPE)
