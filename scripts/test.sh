@@ -35,7 +35,7 @@ install --group test
 say "build the CPU emulation"
 "${VENV}/bin/python" emulation/build.py
 
-suites=(tests/unit tests/contract tests/emulation)
+suites=(tests/unit tests/contract tests/consumers tests/emulation)
 if has_gpu; then suites+=(tests/gpu); fi
 say "test ${suites[*]}"
 "${VENV}/bin/python" -m pytest "${suites[@]}" "$@"
