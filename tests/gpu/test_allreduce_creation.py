@@ -36,6 +36,8 @@ def check_raises(
 @contextmanager
 def group_stays_usable(rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
     """Give the footprint before the block; it is the same after, and the group works."""
+    # Interrupts are raised also where the tests run in the background, deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     warm_up(rank, ranks)
     before = footprint()
     yield before

@@ -7,6 +7,7 @@ creates its workspace. Without GPUs: ``creation_double`` says what is real.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import re
@@ -65,6 +66,7 @@ def node_of(rank: int, ranks: int, tree: Path) -> Iterator[Node]:
     with pytest.MonkeyPatch.context() as patch:
         node.enter(patch)
         node.create(Gloo()).destroy()
+        gc.freeze()  # collections then look at what a test makes, not at all of torch
         before = node.held()
         yield node
         assert node.held() == before
@@ -122,7 +124,8 @@ FAILURES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
 }
 
 
-def fail_in_the_driver(rank: int, ranks: int, tree: Path) -> int:
+def fail_in_every_way(rank: int, ranks: int, tree: Path) -> int:
+    """All in one group of processes, whose start takes longer than any of this."""
     with node_of(rank, ranks, tree) as node:
         for breaks, expected in FAILURES.values():
             with pytest.MonkeyPatch.context() as patch:
@@ -134,47 +137,39 @@ def fail_in_the_driver(rank: int, ranks: int, tree: Path) -> int:
                     check_fails(node, expected)
                     assert node.held() == before
             node.create(Gloo()).destroy()
+        check_topology(node)
+        check_capture(node)
     return len(FAILURES)
 
 
-def test_what_the_driver_refuses_one_rank_fails_the_creation_everywhere(tree: Path) -> None:
-    assert run_ranks(fail_in_the_driver, RANKS, tree) == [len(FAILURES)] * RANKS
-
-
-def fail_by_topology(rank: int, ranks: int, tree: Path) -> None:
-    with node_of(rank, ranks, tree) as node, pytest.MonkeyPatch.context() as patch:
+def check_topology(node: Node) -> None:
+    """A pair without NVLink is refused by all, before anything is allocated, unless allowed."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node.nvml, "recorded", NVLINK_BUT_FOR_ONE_PAIR)
         before = node.held()
+        calls = node.apis[node.this_rank()].calls
+        calls.clear()
         check_fails(node, "no NVLink between ranks 0 and 2: .*multicast.*ALLOW_PCIE=1")
-        # Nothing was allocated on the way.
         assert node.held() == before
-        assert "cuMemCreate" not in node.apis[rank].calls[-20:]
+        assert calls and "cuMemCreate" not in calls
         patch.setenv(topology.ALLOW_PCIE, "1")
         node.create(Gloo()).destroy()
 
 
-def test_a_pair_without_nvlink_is_refused_by_all(tree: Path) -> None:
-    run_ranks(fail_by_topology, RANKS, tree)
+def check_capture(node: Node) -> None:
+    """A creation inside a capture raises at once, and alone: the others do not even know."""
+    if node.this_rank() != CULPRIT:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        cuda = our_workspace.torch.cuda
+        patch.setattr(cuda, "is_available", lambda: True)
+        patch.setattr(cuda, "is_current_stream_capturing", lambda: True, raising=False)
+        with pytest.raises(RuntimeError, match="while a CUDA graph is being captured"):
+            node.create(Gloo())
 
 
-def create_in_a_capture(rank: int, ranks: int, tree: Path) -> None:
-    with node_of(rank, ranks, tree) as node:
-        if rank == CULPRIT:
-            # Alone, hence at once: the others do not even know.
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(our_workspace.torch.cuda, "is_available", lambda: True)
-                patch.setattr(
-                    our_workspace.torch.cuda,
-                    "is_current_stream_capturing",
-                    lambda: True,
-                    raising=False,
-                )
-                with pytest.raises(RuntimeError, match="while a CUDA graph is being captured"):
-                    node.create(Gloo())
-
-
-def test_a_creation_inside_a_capture_raises_on_that_rank_alone(tree: Path) -> None:
-    run_ranks(create_in_a_capture, RANKS, tree)
+def test_what_fails_on_one_rank_fails_the_creation_everywhere(tree: Path) -> None:
+    assert run_ranks(fail_in_every_way, RANKS, tree) == [len(FAILURES)] * RANKS
 
 
 # Interrupts
@@ -182,13 +177,14 @@ def test_a_creation_inside_a_capture_raises_on_that_rank_alone(tree: Path) -> No
 
 def interrupt_at_call(node: Node, patch: pytest.MonkeyPatch, name: str) -> None:
     """Interrupt this process at its next call of one driver function."""
-    original = getattr(type(node.apis[CULPRIT]), name)
+    api = node.apis[node.this_rank()]
+    original = getattr(type(api), name)
 
     def call(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return original(node.apis[CULPRIT], *args)
+        return original(api, *args)
 
-    patch.setattr(node.apis[CULPRIT], name, call)
+    patch.setattr(api, name, call)
 
 
 class Interrupted(Gloo):
@@ -220,7 +216,9 @@ INTERRUPTED_CALLS = (
 )
 
 
-def interrupt_one_rank(rank: int, ranks: int, tree: Path) -> int:
+def interrupt_in_every_way(rank: int, ranks: int, tree: Path) -> int:
+    # Also where the tests run in the background, deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     count = 0
     with node_of(rank, ranks, tree) as node:
         before = node.held()
@@ -246,37 +244,27 @@ def interrupt_one_rank(rank: int, ranks: int, tree: Path) -> int:
                 node.create(Interrupted(collectives, after=True))
         else:
             node.create(Gloo()).destroy()
+        check_all_interrupted(node)
     return count
 
 
-def test_an_interrupted_rank_tells_the_others_and_leaves_nothing(tree: Path) -> None:
-    counts = run_ranks(interrupt_one_rank, RANKS, tree)
-    assert counts[0] == counts[1] == counts[2] > 20
-
-
-def interrupt_all_ranks(rank: int, ranks: int, tree: Path) -> None:
+def check_all_interrupted(node: Node) -> None:
     """Ctrl-C reaches all processes of a terminal, at different moments of theirs."""
-    with node_of(rank, ranks, tree) as node:
-        before = node.held()
-        for name in (INTERRUPTED_CALLS[rank], "cuMemMap"):
-            with pytest.MonkeyPatch.context() as patch:
-                original = getattr(type(node.apis[rank]), name)
-
-                def call(*args: Any, original: Any = original) -> Any:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    return original(node.apis[rank], *args)
-
-                patch.setattr(node.apis[rank], name, call)
-                start = time.monotonic()
-                with pytest.raises((KeyboardInterrupt, CollectiveError)) as caught:
-                    node.create(Gloo())
-                assert time.monotonic() - start < SECONDS
-                assert name != "cuMemMap" or type(caught.value) is KeyboardInterrupt
-            assert node.held() == before
+    before = node.held()
+    for name in (INTERRUPTED_CALLS[node.this_rank()], "cuMemMap"):
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at_call(node, patch, name)
+            start = time.monotonic()
+            with pytest.raises((KeyboardInterrupt, CollectiveError)) as caught:
+                node.create(Gloo())
+            assert time.monotonic() - start < SECONDS
+            assert name != "cuMemMap" or type(caught.value) is KeyboardInterrupt
+        assert node.held() == before
 
 
-def test_an_interrupt_of_all_ranks_ends_them_all(tree: Path) -> None:
-    run_ranks(interrupt_all_ranks, RANKS, tree)
+def test_interrupted_ranks_tell_the_others_and_leave_nothing(tree: Path) -> None:
+    counts = run_ranks(interrupt_in_every_way, RANKS, tree)
+    assert counts[0] == counts[1] == counts[2] > 20
 
 
 # Ends of processes

@@ -64,6 +64,14 @@ class Group:
         return results
 
 
+@pytest.fixture(autouse=True)
+def _interrupts_are_pythons() -> Iterator[None]:
+    """Raise KeyboardInterrupt also where the tests run in the background, deaf to Ctrl-C."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
 @pytest.fixture(scope="module")
 def made(upstream_tree: Callable[[str], Path]) -> Node:
     return Node(upstream_tree(TESTED_VERSIONS[0]), RANKS, lambda: this_rank.value, threads=True)
