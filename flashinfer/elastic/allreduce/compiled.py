@@ -2,7 +2,8 @@
 
 Only code that is being compiled comes here; eager calls go to the workspace directly. The operators
 return new tensors, which is what a compiler can reason about. A caller's output tensors, which may
-be the input or the residual, receive copies that the compiler is free to elide.
+be the input or the residual, receive copies that the compiler is free to elide. Quantised values
+and their scales, which cannot be those, are written in place: not all scales are written.
 """
 
 # ruff: noqa: A002 - parameters are named as in upstream's functions
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .engines import Call
+from .engines import Call, Quantization
 from .strategy import Strategy
 
 _AUTO = -1
@@ -47,7 +48,7 @@ def allreduce(number: int, requested: Strategy | None, call: Call) -> None:
     else:
         assert call.residual_in is not None
         assert call.residual_out is not None
-        output, residual_out = _allreduce_add_rmsnorm(
+        norm = (
             number,
             strategy,
             call.input,
@@ -57,9 +58,24 @@ def allreduce(number: int, requested: Strategy | None, call: Call) -> None:
             call.weight_bias,
             call.dependent_launch,
         )
+        if call.quantization is None:
+            output, residual_out = _allreduce_add_rmsnorm(*norm)
+        else:
+            recipe, layout, values, scales, scale = call.quantization
+            in_memory = isinstance(scale, torch.Tensor)
+            output, residual_out = _allreduce_add_rmsnorm_quant(
+                *norm,
+                call.output is not None,
+                int(recipe),
+                int(layout),
+                values,
+                scales,
+                1.0 if in_memory or scale is None else scale,
+                scale if in_memory else None,
+            )
         call.residual_out.copy_(residual_out)
-    assert call.output is not None
-    call.output.copy_(output)
+    if call.output is not None:
+        call.output.copy_(output)
 
 
 def _run(number: int, strategy: int, call: Call) -> None:
@@ -114,6 +130,71 @@ def _(
     dependent_launch: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _like(input), _like(input)
+
+
+@torch.library.custom_op(
+    "flashinfer_elastic::allreduce_add_rmsnorm_quant", mutates_args=("values", "scales")
+)
+def _allreduce_add_rmsnorm_quant(
+    number: int,
+    strategy: int,
+    input: torch.Tensor,
+    residual_in: torch.Tensor,
+    gamma: torch.Tensor,
+    epsilon: float,
+    weight_bias: float,
+    dependent_launch: bool,
+    keeps_norm: bool,
+    recipe: int,
+    layout: int,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    scale: float,
+    scale_in_memory: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, residual_out = _norm_if_kept(input, keeps_norm), _like(input)
+    quantization = Quantization(
+        recipe, layout, values, scales, scale if scale_in_memory is None else scale_in_memory
+    )
+    call = Call(
+        input,
+        output if keeps_norm else None,
+        residual_in,
+        residual_out,
+        gamma,
+        epsilon,
+        weight_bias,
+        dependent_launch,
+        quantization,
+    )
+    _run(number, strategy, call)
+    return output, residual_out
+
+
+@_allreduce_add_rmsnorm_quant.register_fake
+def _(
+    number: int,
+    strategy: int,
+    input: torch.Tensor,
+    residual_in: torch.Tensor,
+    gamma: torch.Tensor,
+    epsilon: float,
+    weight_bias: float,
+    dependent_launch: bool,
+    keeps_norm: bool,
+    recipe: int,
+    layout: int,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    scale: float,
+    scale_in_memory: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _norm_if_kept(input, keeps_norm), _like(input)
+
+
+def _norm_if_kept(input: torch.Tensor, keeps_norm: bool) -> torch.Tensor:
+    """Return a place for the norm; an operator has to return a tensor where there is none too."""
+    return _like(input) if keeps_norm else input.new_empty(0)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

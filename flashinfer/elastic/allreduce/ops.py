@@ -137,12 +137,16 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
     name = "trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant"
     if hasattr(module, name):
         quantizer = _QuantizingLauncher()
-        upstreams = _with_names(
-            module,
-            getattr(module, name),
-            get_trtllm_mnnvl_comm_module=lambda: quantizer,
-            torch=_TorchWithNumbers(module),
-        )
+        names = {
+            "get_trtllm_mnnvl_comm_module": lambda: quantizer,
+            "torch": _TorchWithNumbers(module),
+            # As they are, at less host time.
+            "MNNVLQuantType": module.MNNVLQuantType,
+            "QuantizationSFLayout": module.QuantizationSFLayout,
+            "MNNVLAllreduceFusionStrategy": strategies,
+        }
+        upstreams = _with_names(module, getattr(module, name), **names)
+        traceable = _traceable_with_names(module, getattr(module, name), **names)
 
         def trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant(
             input: torch.Tensor,
@@ -161,11 +165,16 @@ def make_entry_points(module: ModuleType, workspace_class: type) -> dict[str, Ca
             strategy: Any = auto,
             weight_bias: float = 0.0,
         ) -> Any:
+            compiling = torch.compiler.is_compiling()
+
             def run(call: Call) -> None:
                 check_workspace(workspace)
-                workspace._run(requested(strategy), call)
+                if compiling:
+                    compiled.allreduce(workspace._number, requested(strategy), call)
+                else:
+                    workspace._run(requested(strategy), call)
 
-            return upstreams(
+            return (traceable if compiling else upstreams)(
                 input,
                 residual_in,
                 gamma,
@@ -373,9 +382,24 @@ class _Names(dict[str, Any]):
 
 def _with_names(module: ModuleType, function: Any, **names: Any) -> Callable[..., Any]:
     """Return a copy of a module's function that sees other values of a few global names."""
+    return _with_globals(function, _Names(module, names))
+
+
+def _traceable_with_names(module: ModuleType, function: Any, **names: Any) -> Callable[..., Any]:
+    """Return such a copy for a compiler, which takes nothing but a plain dict for its globals.
+
+    It sees the module's other names as they are now. ``__name__`` is not among them: by it, a
+    compiler would look the names up in the module after all.
+    """
+    known = {**vars(module), **names}
+    del known["__name__"]
+    return _with_globals(function, known)
+
+
+def _with_globals(function: Any, names: dict[str, Any]) -> Callable[..., Any]:
     plain = inspect.unwrap(function)
     copy = FunctionType(
-        plain.__code__, _Names(module, names), plain.__name__, plain.__defaults__, plain.__closure__
+        plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__
     )
     copy.__kwdefaults__ = plain.__kwdefaults__
     return copy
