@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build and verify this machine's share of the wheel matrix: one wheel for each architecture and the
 # combined one, in dist/matrix/ with their SHA-256 sums. The other CPU's wheels are built by running
-# this there: neither toolkit nor auditwheel crosses CPUs.
+# this there, since a wheel counts as good only once its library has been loaded.
 
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

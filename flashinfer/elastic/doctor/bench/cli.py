@@ -89,8 +89,8 @@ def main(
         return _show(options.source)
     ranks = options.ranks or _gpus()
     if ranks < 2:
-        print(f"It takes two GPUs or more; there is {ranks}.", file=sys.stderr)
-        return 2
+        print(f"It takes two GPUs or more; found {ranks}.", file=sys.stderr)
+        return 1
     command = _command(arguments, program)
     with progress or contextlib.nullcontext(show) as found:
         results, name, failures = launch.run(
