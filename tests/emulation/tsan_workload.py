@@ -7,8 +7,10 @@ share a number without a barrier, or ``barrier`` for the same with one.
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,7 @@ for directory in (HERE.parent.parent / "emulation", HERE):
 
 import harness  # noqa: E402
 from harness import STRATEGIES, Prepared, Problem  # noqa: E402
+from quantizing import RECIPES, Quantizing  # noqa: E402
 
 import emulator  # noqa: E402
 
@@ -57,7 +60,32 @@ def run_kernels(machine: ModuleType) -> int:
             layers = Prepared(problems[1], aliasing="both")
             group.run([layers.call(machine, strategy, shape=(1, 1, 64))] * 6)
             count += 6
+            count += run_quantizing(machine, group, ranks, strategy)
     return count
+
+
+def run_quantizing(machine: ModuleType, group: Any, ranks: int, strategy: str) -> int:
+    """Quantise with all recipes over either transport, whole rows and shared ones; give how many.
+
+    Dynamic FP8's largest value of a row goes through the blocks that share it, after the norm's
+    sum has.
+    """
+    rng = np.random.default_rng([1, ranks])
+    problem = harness.problem(rng, "bfloat16", ranks, 3, 288)
+    runs, calls = [], []
+    for recipe, shape in product(RECIPES, (None, (2, 1, 32), (1, 2, 32))):
+        if shape is not None and shape[1] > units(problem, strategy):
+            continue
+        for multicast in (False, True):
+            runs.append(Quantizing(problem, recipe, "SWIZZLED_128X4", keeps_norm=multicast))
+            calls += runs[-1].calls(machine, strategy, shape=shape, multicast=multicast)
+    chunks = Quantizing(problem, "NV_FLOAT4", "SWIZZLED_128X4")
+    runs.append(chunks)
+    calls += chunks.calls(machine, strategy, 2)
+    group.run(calls)
+    for run in runs:
+        run.check((strategy, run.recipe))
+    return len(calls)
 
 
 def units(problem: Problem, strategy: str) -> int:
