@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from allreduce_cases import needs_gpus
+from watched import Watched
 
 pytestmark = needs_gpus
 
 TIMEOUT_S = 3
+LIMIT_S = TIMEOUT_S + 20
+"""The time-out, and what a process takes to print and to go."""
 
 SCRIPT = """
-import json, os, runpy, signal, sys
+import atexit, json, os, runpy, signal, sys
 sys.path[:0] = json.loads(sys.argv[1])
 runpy.run_path(sys.argv[2])
 rank, ranks, store = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
@@ -47,6 +48,7 @@ if rank == ranks - 1:
         os._exit(0)
     import time
     time.sleep(60)
+atexit.register(print, "marker: the interpreter exits", flush=True)
 try:
     for _ in range(2000):
         call()
@@ -57,70 +59,46 @@ except Exception as error:
 """
 
 
-class Rank:
-    """A process whose output is read as it comes."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        environment = os.environ | {"FLASHINFER_MNNVL_TIMEOUT_S": str(TIMEOUT_S)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        self.text = ""
-        self.began = threading.Event()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.text += line
-            if "marker: calls went well" in line:
-                self.began.set()
-
-
-CASES = (("killed", "TWOSHOT"), ("left", "ONESHOT"), ("hangs", "TWOSHOT"))
-
-
-def test_survivors_end_in_time_and_say_why(tmp_path: Path) -> None:
-    """All cases at once, each in processes of its own."""
+@pytest.mark.parametrize(
+    ("mode", "strategy"), [("killed", "TWOSHOT"), ("left", "ONESHOT"), ("hangs", "TWOSHOT")]
+)
+def test_survivors_end_in_time_and_say_why(tmp_path: Path, mode: str, strategy: str) -> None:
     ranks = torch.cuda.device_count()
     lost = ranks - 1
     here = Path(__file__).resolve().parent
     paths = json.dumps([str(here), *[path for path in sys.path if path]])
     conftest = str(here.parent / "conftest.py")
-    started = {
-        (mode, rank): Rank(
-            [paths, conftest, str(rank), str(ranks), str(tmp_path / mode), strategy, mode]
-        )
-        for mode, strategy in CASES
-        for rank in range(ranks)
-    }
-    survivors = {key: one for key, one in started.items() if key[1] != lost}
+    started: list[Watched] = []
     try:
-        for one in started.values():
-            assert one.began.wait(90), one.text
+        for rank in range(ranks):
+            store = str(tmp_path / "store")
+            arguments = [paths, conftest, str(rank), str(ranks), store, strategy, mode]
+            environment = {"FLASHINFER_MNNVL_TIMEOUT_S": str(TIMEOUT_S)}
+            started.append(Watched(SCRIPT, arguments, environment))
+        survivors = started[:lost]
+        for one in started:
+            one.expect("marker: calls went well", 90)
         begin = time.monotonic()
-        # The time-out, and what a process takes to print and to go.
-        for one in survivors.values():
-            one.process.wait(TIMEOUT_S + 20)
+        # Each is waited for, so that one which overstays hides nothing about the others.
+        codes: list[int] = []
+        overstayed: list[str] = []
+        for rank, one in enumerate(survivors):
+            try:
+                codes.append(one.expect_end(max(begin + LIMIT_S - time.monotonic(), 0)))
+            except AssertionError as error:
+                overstayed.append(f"rank {rank}: {error}")
+        assert not overstayed, "\n".join(overstayed)
         seconds = time.monotonic() - begin
-        for one in survivors.values():
-            one.reader.join(10)
     finally:
-        for one in started.values():
-            one.process.kill()
-            one.process.wait()
+        for one in started:
+            one.kill()
 
     waited = re.compile(
         r"rank (\d+) waited (\d+) ms for (the contribution|the sum) of rank (\d+), token (\d+)"
     )
-    blamed: dict[str, set[int]] = {mode: set() for mode, _ in CASES}
-    for (mode, rank), one in survivors.items():
-        assert one.process.returncode != 0, one.text
+    blamed: set[int] = set()
+    for rank, (one, code) in enumerate(zip(survivors, codes, strict=True)):
+        assert code != 0, one.text
         assert "marker: raised" in one.text, one.text
         messages = waited.findall(one.text)
         assert messages, one.text
@@ -128,7 +106,7 @@ def test_survivors_end_in_time_and_say_why(tmp_path: Path) -> None:
             assert int(who) == rank
             assert TIMEOUT_S * 1000 <= int(milliseconds) < (TIMEOUT_S + 5) * 1000
             assert int(token) < 12
-            blamed[mode].add(int(peer))
+            blamed.add(int(peer))
     # A survivor may have waited for another one that was held up itself; some waited for the dead.
-    assert all(lost in peers for peers in blamed.values()), blamed
-    print(f"{len(survivors)} survivors ended {seconds:.1f} s after the loss: {blamed}")
+    assert lost in blamed, blamed
+    print(f"{len(survivors)} survivors ended {seconds:.1f} s after the loss, and blame {blamed}")
