@@ -129,7 +129,9 @@ int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t buffer_bytes
   group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   group.buffer_bytes = static_cast<uint64_t>(buffer_bytes);
   group.rotation = reinterpret_cast<Rotation*>(rotation);
-  for (uint32_t i = 0; i < group.ranks; ++i) group.memory[i] = static_cast<uint64_t>(memory[i]);
+  for (uint32_t i = 0; i < group.ranks; ++i) {
+    group.memory[i] = static_cast<uint64_t>(memory[(group.rank + i) % group.ranks]);
+  }
   auto context = std::make_unique<Context>(group, static_cast<uint32_t>(multiprocessors),
                                            static_cast<int>(device));
   return reinterpret_cast<int64_t>(context.release());

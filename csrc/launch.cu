@@ -128,7 +128,7 @@ void Context::launch(Strategy strategy, ElementType type, const Problem& problem
   Kernel kernel = find_kernel(strategy, type, group_.ranks, Variant{whole, is_quantized(problem)});
 
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(shape.clusters * shape.cluster);
+  config.gridDim = dim3(shape.cluster, shape.clusters);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = problem.normalize ? row_tail_shared_bytes(problem.hidden) : 0;
   config.stream = stream;
@@ -150,6 +150,7 @@ void Context::launch(Strategy strategy, ElementType type, const Problem& problem
 
   follow_last_stream(stream);
   Arguments arguments{group_, problem};
+  arguments.problem.block_segments = block_segments(shape, problem.hidden);
   arguments.problem.sharing_blocks = sharing_blocks(shape, problem.hidden);
   check(cudaLaunchKernelEx(&config, kernel, arguments), "launch");
 }

@@ -49,7 +49,7 @@ bool has_whole_rows(const Problem& p, const LaunchShape& shape) {
 Group::Group(const Settings& settings)
     : settings_(checked(settings)),
       fabric_(settings.ranks, settings.buffer_bytes),
-      rotations_(settings.ranks, Rotation{settings.first_epoch, 0, 0}),
+      rotations_(settings.ranks, Rotation{settings.first_epoch * kTurn, 0}),
       epochs_(settings.ranks, settings.first_epoch) {
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
     for (uint32_t i = 0; i < settings_.multiprocessors; ++i) {
@@ -104,10 +104,11 @@ Launch Group::launch(const Call& call, uint32_t rank) {
   arguments.group.buffer_bytes = settings_.single_buffer ? 0 : settings_.buffer_bytes;
   arguments.group.rotation = &rotations_[rank];
   for (uint32_t i = 0; i < ranks; ++i) {
-    arguments.group.memory[i] = reinterpret_cast<uint64_t>(fabric_.memory(i));
+    arguments.group.memory[i] = reinterpret_cast<uint64_t>(fabric_.memory((rank + i) % ranks));
   }
   arguments.group.multicast = fabric_.multicast();
   arguments.problem = problem;
+  arguments.problem.block_segments = block_segments(shape, problem.hidden);
   arguments.problem.sharing_blocks = sharing_blocks(shape, problem.hidden);
   auto kernel = call.strategy == Strategy::kOneShot ? one_shot_kernel : two_shot_kernel;
   bool whole = call.whole && has_whole_rows(problem, shape);
@@ -179,11 +180,10 @@ void Group::check(const Job& job) {
                    who + std::to_string(unread) + " words were never read");
     }
     epochs_[rank] += static_cast<uint32_t>(job.launches[rank].size());
-    if (rotations_[rank].epoch != epochs_[rank] || rotations_[rank].arrived != 0) {
+    if (rotations_[rank].turns != epochs_[rank] * kTurn) {
       fabric_.fail(rank, FailureKind::kProtocol,
-                   who + "the turn counter is at " + std::to_string(rotations_[rank].epoch) +
-                       " instead of " + std::to_string(epochs_[rank]) + ", with " +
-                       std::to_string(rotations_[rank].arrived) + " arrived");
+                   who + "the turn counter is at " + std::to_string(rotations_[rank].turns) +
+                       " instead of " + std::to_string(epochs_[rank] * kTurn));
     }
   }
   if (fabric_.failed()) throw_failure();

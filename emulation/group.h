@@ -66,9 +66,9 @@ class Group {
   // One block of two threads on rank 0.
   void run_planted_race(bool with_barrier, uint32_t* output);
 
-  uint32_t epoch(uint32_t rank) const { return rotations_.at(rank).epoch; }
+  uint32_t epoch(uint32_t rank) const { return rotations_.at(rank).turns / kTurn; }
   // Deliberate faults.
-  void set_epoch(uint32_t rank, uint32_t epoch) { rotations_.at(rank).epoch = epoch; }
+  void set_epoch(uint32_t rank, uint32_t epoch) { rotations_.at(rank).turns = epoch * kTurn; }
   void set_word(uint32_t rank, uint64_t offset, uint32_t word);
 
   // How often a rank that was held back saw all its peers ahead of it.

@@ -6,12 +6,12 @@ namespace {
 
 template <bool kBarrier>
 void pass_a_number(const Arguments& arguments) {
-  auto* place = static_cast<float*>(hw::shared_memory());
-  if (hw::thread_index() == 0) *place = 1.0f;
+  hw::SharedPlace place = hw::shared_memory();
+  if (hw::thread_index() == 0) hw::store_shared(place, 1.0f);
   if (kBarrier) hw::sync_block();
   if (hw::thread_index() == 1) {
     auto* output = reinterpret_cast<uint32_t*>(arguments.problem.output.address);
-    hw::store_global(output, hw::bits_of_float(*place));
+    hw::store_global(output, hw::bits_of_float(hw::load_shared(place).x));
   }
 }
 

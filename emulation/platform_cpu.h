@@ -31,6 +31,8 @@ inline uint32_t block_in_cluster() { return emulation::this_thread().block->inde
 inline uint32_t cluster_index() { return emulation::this_thread().cluster->index; }
 inline uint32_t cluster_count() { return emulation::this_thread().cluster->clusters; }
 
+inline void settle(uint64_t, uint64_t = 0, uint64_t = 0) {}
+
 // ---- barriers and shuffles ----
 
 inline void sync_block() { emulation::sync_block(); }
@@ -40,15 +42,34 @@ inline float shuffle_xor(float value, uint32_t mask) { return emulation::shuffle
 
 // ---- shared memory: plain accesses, so that ThreadSanitizer sees who races for it ----
 
-inline void* shared_memory() { return emulation::this_thread().block->shared; }
+using SharedPlace = std::byte*;
 
-using emulation::Mailbox;
-inline void open(Mailbox* box) { emulation::open_mailbox(box); }
-inline void expect(Mailbox* box, uint32_t floats) { emulation::expect_in_mailbox(box, floats); }
-inline void wait(Mailbox* box, uint32_t parity) { emulation::wait_for_mailbox(box, parity); }
-inline void post(Mailbox* box, float* place, uint32_t block, float value) {
-  auto* their_box = static_cast<Mailbox*>(emulation::shared_of(box, sizeof(*box), block));
-  auto* their_place = static_cast<float*>(emulation::shared_of(place, sizeof(*place), block));
+inline SharedPlace shared_memory() { return emulation::this_thread().block->shared; }
+inline Float4 load_shared(SharedPlace place) {
+  const auto* vector = reinterpret_cast<const Float4*>(place);
+  emulation::check_vector(vector);
+  return *vector;
+}
+inline void store_shared(SharedPlace place, float value) {
+  *reinterpret_cast<float*>(place) = value;
+}
+
+inline constexpr uint32_t kMailboxBytes = sizeof(emulation::Mailbox);
+
+inline emulation::Mailbox* mailbox(SharedPlace place) {
+  return reinterpret_cast<emulation::Mailbox*>(place);
+}
+inline void open(SharedPlace box) { emulation::open_mailbox(mailbox(box)); }
+inline void expect(SharedPlace box, uint32_t floats) {
+  emulation::expect_in_mailbox(mailbox(box), floats);
+}
+inline void wait(SharedPlace box, uint32_t parity) {
+  emulation::wait_for_mailbox(mailbox(box), parity);
+}
+inline void post(SharedPlace box, SharedPlace place, uint32_t block, float value) {
+  auto* their_box =
+      static_cast<emulation::Mailbox*>(emulation::shared_of(box, kMailboxBytes, block));
+  auto* their_place = static_cast<float*>(emulation::shared_of(place, sizeof(float), block));
   if (emulation::post_later(their_box, their_place, value)) return;
   *their_place = value;
   emulation::complete_post(their_box);
@@ -77,8 +98,8 @@ inline void reset_shared_by_ranks(Word4* address) { emulation::reset_word(addres
 inline uint32_t load_state(const uint32_t* address) {
   return __atomic_load_n(address, __ATOMIC_RELAXED);
 }
-inline void store_state(uint32_t* address, uint32_t value) {
-  __atomic_store_n(address, value, __ATOMIC_RELAXED);
+inline void raise_state(uint32_t* address, uint32_t value) {
+  __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 inline uint32_t add_state(uint32_t* address, uint32_t value) {
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
@@ -173,20 +194,6 @@ inline uint32_t half2_of_floats(float low, float high) {
   return half_of_float(low) | static_cast<uint32_t>(half_of_float(high)) << 16;
 }
 
-// Adding +0.0 to a 16-bit float leaves all but -0.0 and NaNs as they are.
-inline uint32_t plus_zero(uint32_t half, uint32_t infinity) {
-  if (half == 0x8000u) return 0;
-  return (half & 0x7fffu) > infinity ? 0x7fffu : half;
-}
-
-inline uint32_t half2_plus_zero(uint32_t pair) {
-  return plus_zero(pair & 0xffffu, 0x7c00u) | plus_zero(pair >> 16, 0x7c00u) << 16;
-}
-
-inline uint32_t bfloat2_plus_zero(uint32_t pair) {
-  return plus_zero(pair & 0xffffu, 0x7f80u) | plus_zero(pair >> 16, 0x7f80u) << 16;
-}
-
 inline uint16_t bfloat_of_float(float value) {
   uint32_t bits = bits_of_float(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
@@ -195,6 +202,17 @@ inline uint16_t bfloat_of_float(float value) {
 
 inline uint32_t bfloat2_of_floats(float low, float high) {
   return bfloat_of_float(low) | static_cast<uint32_t>(bfloat_of_float(high)) << 16;
+}
+
+// Through floats: they have more than twice the bits, so rounding twice is rounding once.
+inline uint32_t half2_add(uint32_t a, uint32_t b) {
+  auto low = [](uint32_t pair) { return float_of_half(static_cast<uint16_t>(pair)); };
+  return half2_of_floats(add(low(a), low(b)), add(low(a >> 16), low(b >> 16)));
+}
+
+inline uint32_t bfloat2_add(uint32_t a, uint32_t b) {
+  auto low = [](uint32_t pair) { return float_of_bits(pair << 16); };
+  return bfloat2_of_floats(add(low(a), low(b)), add(low(a >> 16), low(b >> 16)));
 }
 
 inline uint32_t e4m3_of_float(float value) {

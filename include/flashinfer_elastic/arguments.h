@@ -13,11 +13,13 @@ enum class Strategy : uint32_t { kOneShot = 0, kTwoShot = 1 };
 
 constexpr uint32_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
+// What a call adds to Rotation::turns.
+inline constexpr uint32_t kTurn = 1u << 20;
+
 // Lives in this rank's device memory, zero before the first launch. Only the device writes it, so
 // eager calls and replays of any captured graph may be mixed.
 struct Rotation {
-  uint32_t epoch;    // calls made so far; its lowest bit names the buffer in use
-  uint32_t arrived;  // blocks of the running launch that have read `epoch`
+  uint32_t turns;    // kTurn for each call made so far, and the running one's blocks' parts
   uint32_t expired;  // waits that have timed out; the first is reported
 };
 
@@ -28,8 +30,9 @@ struct Group {
   uint64_t timeout_ns;    // of each wait for a peer; 0 = for ever
   uint64_t buffer_bytes;  // of each of the two Lamport buffers, which lie one behind the other
   Rotation* rotation;
-  uint64_t multicast;          // where a store reaches all ranks' buffers; 0 = nowhere
-  uint64_t memory[kMaxRanks];  // where each rank's buffers are mapped in this process
+  uint64_t multicast;  // where a store reaches all ranks' buffers; 0 = nowhere
+  // Where the ranks' buffers are mapped in this process, around the ring from this rank's own.
+  uint64_t memory[kMaxRanks];
 };
 
 // A matrix of `tokens` rows; `stride` is in elements between rows, which are dense themselves.
@@ -78,7 +81,8 @@ struct Problem {
   float inverse_hidden;  // 1 / hidden
   float epsilon;
   float weight_bias;
-  uint32_t sharing_blocks;    // of a cluster, see launch_shape.h; filled by who launches
+  uint32_t block_segments;    // the part of a row that a block takes, and
+  uint32_t sharing_blocks;    // how many of a cluster's have a part; see launch_shape.h
   Quantization quantization;  // only with `normalize`
 };
 

@@ -23,6 +23,11 @@ namespace detail {
 
 constexpr uint32_t round_up_quotient(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
+// That a row keeps busy with a segment for each thread.
+constexpr uint32_t warps_of(uint32_t hidden) {
+  return round_up_quotient(round_up_quotient(hidden, 8), 32);
+}
+
 }  // namespace detail
 
 // `multiprocessors` is the smallest count in the group. All blocks of a grid fit on the device at
@@ -32,7 +37,7 @@ inline LaunchShape launch_shape(Strategy strategy, uint32_t tokens, uint32_t hid
                                 uint32_t multiprocessors) {
   using detail::round_up_quotient;
   uint32_t units = strategy == Strategy::kOneShot ? tokens : round_up_quotient(tokens, ranks);
-  uint32_t warps = round_up_quotient(round_up_quotient(hidden, 8), 32);  // one segment a thread
+  uint32_t warps = detail::warps_of(hidden);
   uint32_t cluster = 1;
   auto wider = [&] { return cluster < kMaxCluster && cluster * 2 <= warps; };
   // Long rows: a segment a thread if possible.
@@ -52,16 +57,20 @@ inline LaunchShape launch_shape(Strategy strategy, uint32_t tokens, uint32_t hid
   return {cluster, units < resident ? units : resident, threads};
 }
 
-// How many blocks of a cluster have a part in a row, the first ones; the last may have none.
+// Segments of a row that each block of a cluster takes: whole warps of them, and the last may find
+// less or nothing.
+inline uint32_t block_segments(const LaunchShape& shape, uint32_t hidden) {
+  return detail::round_up_quotient(detail::warps_of(hidden), shape.cluster) * 32;
+}
+
+// How many blocks of a cluster have a part in a row: the first ones.
 inline uint32_t sharing_blocks(const LaunchShape& shape, uint32_t hidden) {
-  uint32_t warps = detail::round_up_quotient(detail::round_up_quotient(hidden, 8), 32);
-  return detail::round_up_quotient(warps, detail::round_up_quotient(warps, shape.cluster));
+  return detail::round_up_quotient(detail::warps_of(hidden), block_segments(shape, hidden) / 32);
 }
 
 // Whether a thread has at most one segment of a row.
 inline bool one_segment_a_thread(const LaunchShape& shape, uint32_t hidden) {
-  uint32_t warps = detail::round_up_quotient(detail::round_up_quotient(hidden, 8), 32);
-  return detail::round_up_quotient(warps, shape.cluster) * 32 <= shape.threads;
+  return block_segments(shape, hidden) <= shape.threads;
 }
 
 }  // namespace flashinfer_elastic

@@ -34,7 +34,7 @@ struct Float16 {
     return hw::float_of_half(static_cast<uint16_t>(pair >> 16));
   }
   FE_DEVICE static uint32_t pack(float low, float high) { return hw::half2_of_floats(low, high); }
-  FE_DEVICE static uint32_t plus_zero(uint32_t pair) { return hw::half2_plus_zero(pair); }
+  FE_DEVICE static uint32_t add(uint32_t a, uint32_t b) { return hw::half2_add(a, b); }
 };
 
 struct BFloat16 {
@@ -45,7 +45,7 @@ struct BFloat16 {
   FE_DEVICE static float low(uint32_t pair) { return hw::float_of_bits(pair << 16); }
   FE_DEVICE static float high(uint32_t pair) { return hw::float_of_bits(pair & 0xffff0000u); }
   FE_DEVICE static uint32_t pack(float low, float high) { return hw::bfloat2_of_floats(low, high); }
-  FE_DEVICE static uint32_t plus_zero(uint32_t pair) { return hw::bfloat2_plus_zero(pair); }
+  FE_DEVICE static uint32_t add(uint32_t a, uint32_t b) { return hw::bfloat2_add(a, b); }
 };
 
 struct Float32 {
@@ -53,8 +53,8 @@ struct Float32 {
   static constexpr uint32_t kWords = 2;
   static constexpr uint32_t kPerWord = 4;
   using Bits = uint32_t;
-  FE_DEVICE static uint32_t plus_zero(uint32_t bits) {
-    return hw::bits_of_float(hw::add(hw::float_of_bits(bits), 0.0f));
+  FE_DEVICE static uint32_t add(uint32_t a, uint32_t b) {
+    return hw::bits_of_float(hw::add(hw::float_of_bits(a), hw::float_of_bits(b)));
   }
 };
 
@@ -87,11 +87,20 @@ FE_DEVICE Word4 pack(const Floats<T>& f) {
   }
 }
 
+// Element by element, rounded once to the element type: of two numbers of 16 bits the same as an
+// fp32 sum that is then rounded, because fp32 has more than twice their bits.
+template <typename T>
+FE_DEVICE Word4 add_rounded(Word4 a, Word4 b) {
+  return {T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
+}
+
 // -0.0 becomes +0.0 and every other number stays what it is, so that no word of data equals the
-// sentinel.
+// sentinel. Sums of such words need it no more: a sum is -0.0 only if all its terms are, and none
+// is so small that rounding makes it zero, since they are all multiples of the type's smallest
+// number.
 template <typename T>
 FE_DEVICE Word4 without_negative_zero(Word4 w) {
-  return {T::plus_zero(w.x), T::plus_zero(w.y), T::plus_zero(w.z), T::plus_zero(w.w)};
+  return add_rounded<T>(w, {0, 0, 0, 0});
 }
 
 // fp32 accumulation in the order the caller adds, from rank 0's contribution up.
@@ -100,20 +109,6 @@ FE_DEVICE void accumulate(Floats<T>& sum, Word4 contribution) {
   Floats<T> f = unpack<T>(contribution);
 #pragma unroll
   for (uint32_t i = 0; i < T::kPerWord; ++i) sum.v[i] = hw::add(sum.v[i], f.v[i]);
-}
-
-// The all-reduce's result for one word: rounded once, and safe to send on.
-template <typename T>
-FE_DEVICE Word4 finish_sum(const Floats<T>& sum) {
-  return without_negative_zero<T>(pack<T>(sum));
-}
-
-template <typename T>
-FE_DEVICE Word4 add_rounded(Word4 a, Word4 b) {
-  Floats<T> x = unpack<T>(a), y = unpack<T>(b);
-#pragma unroll
-  for (uint32_t i = 0; i < T::kPerWord; ++i) x.v[i] = hw::add(x.v[i], y.v[i]);
-  return pack<T>(x);
 }
 
 // Continues a segment's sequential sum of squares.
@@ -134,13 +129,34 @@ FE_DEVICE float sum_of_lanes(float value) {
   return value;
 }
 
-// Sum over a row's partials, the same in every lane of every warp of every block.
-FE_DEVICE float sum_of_partials(const float* partials, uint32_t count) {
-  float sum = 0.0f;
-  for (uint32_t i = hw::thread_index() % kWarpLanes; i < count; i += kWarpLanes) {
-    sum = hw::add(sum, partials[i]);
+// Partials are kept in lists padded with zeros to whole warps of them.
+FE_SHARED constexpr uint32_t padded_partials(uint32_t count) {
+  return ceil_div(count, kWarpLanes) * kWarpLanes;
+}
+
+// Reduces a row's partials, the same in every lane of every warp of every block: partials that are
+// 32 apart one after the other, and then those of a warp's lanes in a balanced tree. A lane takes
+// in four neighbours, so the tree's first two levels need no shuffles.
+template <typename Combine>
+FE_DEVICE float reduce_partials(hw::SharedPlace partials, uint32_t count, Combine combine) {
+  hw::SharedPlace place = partials + hw::thread_index() % 8 * sizeof(Float4);
+  Float4 v = hw::load_shared(place);
+#pragma unroll 1  // hardly any row has more than 32
+  for (uint32_t i = kWarpLanes; i < count; i += kWarpLanes) {
+    Float4 further = hw::load_shared(place + i * sizeof(float));
+    v = {combine(v.x, further.x), combine(v.y, further.y), combine(v.z, further.z),
+         combine(v.w, further.w)};
   }
-  return sum_of_lanes(sum);
+  float result = combine(combine(v.x, v.y), combine(v.z, v.w));
+#pragma unroll
+  for (uint32_t mask = 1; mask < 8; mask <<= 1) {
+    result = combine(result, hw::shuffle_xor(result, mask));
+  }
+  return result;
+}
+
+FE_DEVICE float sum_of_partials(hw::SharedPlace partials, uint32_t count) {
+  return reduce_partials(partials, count, [](float a, float b) { return hw::add(a, b); });
 }
 
 // `inverse_hidden` is 1 / hidden, rounded. The root is the correctly rounded one.

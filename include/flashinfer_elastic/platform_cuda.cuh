@@ -16,30 +16,23 @@ namespace flashinfer_elastic::hw {
 
 FE_DEVICE uint32_t thread_index() { return threadIdx.x; }
 FE_DEVICE uint32_t thread_count() { return blockDim.x; }
-FE_DEVICE uint32_t block_count() { return gridDim.x; }
+// A grid has a row of blocks for each cluster.
+FE_DEVICE uint32_t cluster_size() { return gridDim.x; }
+FE_DEVICE uint32_t block_in_cluster() { return blockIdx.x; }
+FE_DEVICE uint32_t cluster_index() { return blockIdx.y; }
+FE_DEVICE uint32_t cluster_count() { return gridDim.y; }
+FE_DEVICE uint32_t block_count() { return gridDim.x * gridDim.y; }
 
-FE_DEVICE uint32_t cluster_size() {
-  uint32_t value;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(value));
-  return value;
-}
-
-FE_DEVICE uint32_t block_in_cluster() {
-  uint32_t value;
-  asm("mov.u32 %0, %%cluster_ctaid.x;" : "=r"(value));
-  return value;
-}
-
-FE_DEVICE uint32_t cluster_index() {
-  uint32_t value;
-  asm("mov.u32 %0, %%clusterid.x;" : "=r"(value));
-  return value;
-}
-
-FE_DEVICE uint32_t cluster_count() {
-  uint32_t value;
-  asm("mov.u32 %0, %%nclusterid.x;" : "=r"(value));
-  return value;
+// Has values ready from here on. The compiler computes an address or reads an argument where it is
+// used; on the way from the data's arrival to the result that costs time, before it there is
+// plenty. What makes it is a branch that is never taken: no address and no size has all bits set.
+FE_DEVICE void settle(uint64_t a, uint64_t b = 0, uint64_t c = 0) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.eq.u64 p, %0, -1;\n"
+      "@p trap;\n"
+      "}" ::"l"(a | b | c));
 }
 
 // ---- barriers and shuffles ----
@@ -61,45 +54,50 @@ FE_DEVICE float shuffle_xor(float value, uint32_t mask) {
 
 // ---- shared memory ----
 
-// 16-byte aligned.
-FE_DEVICE void* shared_memory() {
+using SharedPlace = uint32_t;  // in bytes, of this block's shared memory
+
+// 16-byte aligned. In a cluster the compiler would work the address out anew for every access; it
+// does not see through a shuffle.
+FE_DEVICE SharedPlace shared_memory() {
   extern __shared__ uint4 storage[];
-  return storage;
+  return __shfl_sync(0xffffffffu, static_cast<uint32_t>(__cvta_generic_to_shared(storage)), 0);
 }
 
-FE_DEVICE uint32_t shared_address(const void* place) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
+// At a multiple of 16 bytes.
+FE_DEVICE Float4 load_shared(SharedPlace place) {
+  Float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(place)
+               : "memory");
+  return v;
+}
+FE_DEVICE void store_shared(SharedPlace place, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(place), "f"(value) : "memory");
 }
 
-// Counts the floats that the blocks of a cluster drop into this block's shared memory, in phases.
-// The floats of a phase are visible to who has waited for it. A float carries its own signal, so
-// nothing waits for other stores that its sender has under way.
-struct Mailbox {
-  uint64_t barrier;
-};
+// A mailbox counts the floats that the blocks of a cluster drop into this block's shared memory, in
+// phases. The floats of a phase are visible to who has waited for it. A float carries its own
+// signal, so nothing waits for other stores that its sender has under way.
+inline constexpr uint32_t kMailboxBytes = 8;
 
 // By one thread, before cluster_arrive.
-FE_DEVICE void open(Mailbox* box) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(box)) : "memory");
+FE_DEVICE void open(SharedPlace box) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(box) : "memory");
 }
 
 // By one thread of the receiving block, once for each phase; floats may come before it.
-FE_DEVICE void expect(Mailbox* box, uint32_t floats) {
-  asm volatile("mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(box)),
+FE_DEVICE void expect(SharedPlace box, uint32_t floats) {
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [%0], %1;" ::"r"(box),
                "r"(floats * 4)
                : "memory");
 }
 
 // Drops a float at the same place of block `block`, into its mailbox at the same place.
-FE_DEVICE void post(Mailbox* box, float* place, uint32_t block, float value) {
+FE_DEVICE void post(SharedPlace box, SharedPlace place, uint32_t block, float value) {
   uint32_t remote_place, remote_box;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(remote_place)
-      : "r"(shared_address(place)), "r"(block));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(remote_box)
-      : "r"(shared_address(box)), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_place) : "r"(place), "r"(block));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote_box) : "r"(box), "r"(block));
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
           remote_place),
@@ -108,7 +106,7 @@ FE_DEVICE void post(Mailbox* box, float* place, uint32_t block, float value) {
 }
 
 // `parity` is 0 for a mailbox's first phase, 1 for its second, and so on.
-FE_DEVICE void wait(Mailbox* box, uint32_t parity) {
+FE_DEVICE void wait(SharedPlace box, uint32_t parity) {
   uint32_t done;
   do {
     asm volatile(
@@ -118,7 +116,7 @@ FE_DEVICE void wait(Mailbox* box, uint32_t parity) {
         "selp.u32 %0, 1, 0, p;\n"
         "}"
         : "=r"(done)
-        : "r"(shared_address(box)), "r"(parity)
+        : "r"(box), "r"(parity)
         : "memory");
   } while (done == 0);
 }
@@ -171,11 +169,12 @@ FE_DEVICE uint32_t load_state(const uint32_t* address) {
   return value;
 }
 
-FE_DEVICE void store_state(uint32_t* address, uint32_t value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+// Orders nothing: a fence would wait for stores to other ranks.
+FE_DEVICE void raise_state(uint32_t* address, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Returns the value before. Orders nothing: a fence would wait for stores to other ranks.
+// The same, and waits for the value before.
 FE_DEVICE uint32_t add_state(uint32_t* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
@@ -238,17 +237,16 @@ FE_DEVICE uint16_t half_of_float(float value) {
   return bits;
 }
 
-// Adding +0.0 turns -0.0 into +0.0, in one instruction for both halves, and leaves every other
-// number as it is, subnormals included. NaNs stay NaNs.
-FE_DEVICE uint32_t half2_plus_zero(uint32_t pair) {
+// Sums of pairs, each rounded once to its 16 bits; subnormals included. NaNs become 0x7fff.
+FE_DEVICE uint32_t half2_add(uint32_t a, uint32_t b) {
   uint32_t sum;
-  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(pair), "r"(0u));
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
   return sum;
 }
 
-FE_DEVICE uint32_t bfloat2_plus_zero(uint32_t pair) {
+FE_DEVICE uint32_t bfloat2_add(uint32_t a, uint32_t b) {
   uint32_t sum;
-  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(pair), "r"(0u));
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
   return sum;
 }
 

@@ -89,13 +89,8 @@ FE_DEVICE float largest_of_lanes(float value, uint32_t lanes) {
   return value;
 }
 
-// The same in every lane of every warp of every block.
-FE_DEVICE float largest_of_partials(const float* partials, uint32_t count) {
-  float largest = 0.0f;
-  for (uint32_t i = hw::thread_index() % kWarpLanes; i < count; i += kWarpLanes) {
-    largest = hw::maximum(largest, partials[i]);
-  }
-  return largest_of_lanes(largest, kWarpLanes);
+FE_DEVICE float largest_of_partials(hw::SharedPlace partials, uint32_t count) {
+  return reduce_partials(partials, count, [](float a, float b) { return hw::maximum(a, b); });
 }
 
 FE_DEVICE float dynamic_scale(float largest) {

@@ -25,9 +25,7 @@ FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first
     Word4 theirs = wait_for_word(group, slot, hw::load_shared_by_ranks(slot),
                                  {peer, token, "the contribution"});
     hw::reset_shared_by_ranks(slot);
-    Floats<T> sum = unpack<T>(mine);
-    accumulate<T>(sum, theirs);
-    return finish_sum<T>(sum);
+    return add_rounded<T>(mine, theirs);
   }
   constexpr uint32_t kBatch = batch_of(kRanks);
   uint32_t ranks = rank_count<kRanks>(group);
@@ -59,7 +57,7 @@ FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first
       }
     }
   }
-  return finish_sum<T>(sum);
+  return pack<T>(sum);
 }
 
 }  // namespace flashinfer_elastic

@@ -16,7 +16,9 @@
 // kernels in between).
 //
 // The turn is counted in device memory, by the device, so eager calls and replays of captured
-// graphs may follow each other in any order.
+// graphs may follow each other in any order. Each block of a call adds its part of a turn once it
+// has read the counter; all parts together are one turn, so as long as a block has not read the
+// counter, it shows the turn in which the call began, whatever the others have added.
 #pragma once
 
 #include "arguments.h"
@@ -27,30 +29,33 @@ namespace flashinfer_elastic {
 class Turn {
  public:
   FE_DEVICE explicit Turn(const Group& group)
-      : rotation_(group.rotation), epoch_(hw::load_state(&group.rotation->epoch)) {
-    buffer_ = (epoch_ & 1) * group.buffer_bytes;
+      : rotation_(reinterpret_cast<uint64_t>(group.rotation)), buffer_bytes_(group.buffer_bytes) {
+    hw::settle(rotation_, buffer_bytes_);
   }
 
-  // Offset in bytes of the buffer in use.
-  FE_DEVICE uint64_t buffer() const { return buffer_; }
+  // After wait_for_predecessor, and before the buffer is used.
+  FE_DEVICE void begin() { odd_ = hw::load_state(&rotation()->turns) / kTurn % 2 != 0; }
 
-  // Hands the turn to the next call once every block has read the epoch. All threads of the block
-  // call it once, after they have sent (the address of what a thread sends depends on the epoch, so
-  // it has been read by then) and before they wait, so that the atomic's latency passes while data
-  // is on its way.
+  // Offset in bytes of the buffer in use.
+  FE_DEVICE uint64_t buffer() const { return odd_ ? buffer_bytes_ : 0; }
+
+  // Adds this block's part. All threads of the block call it once, after they have sent: the
+  // address of what a thread sends depends on the turn, so it has been read by then.
   FE_DEVICE void pass_on() const {
     hw::sync_block();
     if (hw::thread_index() != 0) return;
-    if (hw::add_state(&rotation_->arrived, 1) + 1 == hw::block_count()) {
-      hw::store_state(&rotation_->arrived, 0);
-      hw::store_state(&rotation_->epoch, epoch_ + 1);
-    }
+    uint32_t blocks = hw::block_count();
+    uint32_t part = kTurn / blocks;
+    bool first = hw::block_in_cluster() == 0 && hw::cluster_index() == 0;
+    hw::raise_state(&rotation()->turns, first ? part + kTurn % blocks : part);
   }
 
  private:
-  Rotation* rotation_;
-  uint32_t epoch_;
-  uint64_t buffer_;
+  FE_DEVICE Rotation* rotation() const { return reinterpret_cast<Rotation*>(rotation_); }
+
+  uint64_t rotation_;
+  uint64_t buffer_bytes_;
+  bool odd_ = false;
 };
 
 }  // namespace flashinfer_elastic

@@ -57,7 +57,8 @@ FE_DEVICE uint32_t remaining(uint32_t first, uint32_t hidden) {
 
 }  // namespace detail
 
-// The elements [8*segment, 8*segment + 8) of a dense run of `hidden` elements.
+// The elements [8*segment, 8*segment + 8) of a dense run of `hidden` elements, which is at address
+// `run`.
 template <typename T, bool kWhole>
 FE_DEVICE Segment<T> load_segment(uint64_t run, bool vectors, uint32_t segment, uint32_t hidden) {
   Segment<T> s;
@@ -78,32 +79,27 @@ FE_DEVICE Segment<T> load_segment(uint64_t run, bool vectors, uint32_t segment, 
   return s;
 }
 
+// Of a row's first element.
 template <typename T>
 FE_DEVICE uint64_t row_address(const Rows& rows, uint32_t token) {
   return rows.address + static_cast<int64_t>(token) * rows.stride * T::kBytes;
 }
 
+// What this rank adds to the sum, as it is sent; `run` is a row of the problem's input.
 template <typename T, bool kWhole>
-FE_DEVICE Segment<T> load_segment(const Rows& rows, uint32_t token, uint32_t segment,
-                                  uint32_t hidden) {
-  return load_segment<T, kWhole>(row_address<T>(rows, token), rows.vectors, segment, hidden);
-}
-
-// What this rank adds to the sum, as it is sent.
-template <typename T, bool kWhole>
-FE_DEVICE Segment<T> load_contribution(const Problem& problem, uint32_t token, uint32_t segment) {
-  Segment<T> own = load_segment<T, kWhole>(problem.input, token, segment, problem.hidden);
+FE_DEVICE Segment<T> load_contribution(const Problem& problem, uint64_t run, uint32_t segment) {
+  Segment<T> own = load_segment<T, kWhole>(run, problem.input.vectors, segment, problem.hidden);
 #pragma unroll
   for (uint32_t i = 0; i < T::kWords; ++i) own.word[i] = without_negative_zero<T>(own.word[i]);
   return own;
 }
 
 template <typename T, bool kWhole>
-FE_DEVICE void store_segment(const Rows& rows, uint32_t token, uint32_t segment, uint32_t hidden,
+FE_DEVICE void store_segment(uint64_t run, bool vectors, uint32_t segment, uint32_t hidden,
                              const Segment<T>& s) {
   uint32_t first = segment * kSegmentElements;
-  auto* element = reinterpret_cast<typename T::Bits*>(row_address<T>(rows, token)) + first;
-  if (kWhole || (rows.vectors && first + kSegmentElements <= hidden)) {
+  auto* element = reinterpret_cast<typename T::Bits*>(run) + first;
+  if (kWhole || (vectors && first + kSegmentElements <= hidden)) {
 #pragma unroll
     for (uint32_t i = 0; i < T::kWords; ++i) {
       hw::store_global(reinterpret_cast<Word4*>(element) + i, s.word[i]);

@@ -2,7 +2,7 @@
 // algorithms never ask which one they have.
 //
 //   to_peers(offset, word)     store to every rank but this one
-//   to(rank, offset, word)     store to one other rank
+//   to(step, offset, word)     store to one other rank, `step` places on around the ring
 //   mine(offset)               this rank's own copy
 //   kEchoes                    whether to_peers stores to this rank too: then the word has to be
 //                              taken in like any other, or it would be found there two calls later
@@ -23,7 +23,7 @@ FE_DEVICE uint32_t rank_count(const Group& group) {
   return kRanks != 0 ? kRanks : group.ranks;
 }
 
-// The rank `step` places on, around the ring; `step` is at most `ranks`.
+// The rank `step` places on around the ring; `step` is at most `ranks`.
 FE_DEVICE uint32_t rank_after(uint32_t rank, uint32_t step, uint32_t ranks) {
   return rank + step < ranks ? rank + step : rank + step - ranks;
 }
@@ -40,17 +40,15 @@ class Unicast {
   FE_DEVICE void to_peers(uint64_t offset, Word4 word) const {
     uint32_t ranks = rank_count<kRanks>(group_);
 #pragma unroll
-    for (uint32_t step = 1; step < ranks; ++step) {
-      to(rank_after(group_.rank, step, ranks), offset, word);
-    }
+    for (uint32_t step = 1; step < ranks; ++step) to(step, offset, word);
   }
 
-  FE_DEVICE void to(uint32_t rank, uint64_t offset, Word4 word) const {
-    hw::store_shared_by_ranks(reinterpret_cast<Word4*>(group_.memory[rank] + offset), word);
+  FE_DEVICE void to(uint32_t step, uint64_t offset, Word4 word) const {
+    hw::store_shared_by_ranks(reinterpret_cast<Word4*>(group_.memory[step] + offset), word);
   }
 
   FE_DEVICE Word4* mine(uint64_t offset) const {
-    return reinterpret_cast<Word4*>(group_.memory[group_.rank] + offset);
+    return reinterpret_cast<Word4*>(group_.memory[0] + offset);
   }
 
  private:
@@ -70,8 +68,8 @@ class Multicast {
     hw::store_to_all_ranks(group_.multicast + offset, word);
   }
 
-  FE_DEVICE void to(uint32_t rank, uint64_t offset, Word4 word) const {
-    unicast_.to(rank, offset, word);
+  FE_DEVICE void to(uint32_t step, uint64_t offset, Word4 word) const {
+    unicast_.to(step, offset, word);
   }
 
   FE_DEVICE Word4* mine(uint64_t offset) const { return unicast_.mine(offset); }

@@ -19,11 +19,12 @@ class TwoShot {
   FE_DEVICE static void run(const Arguments& arguments) {
     const Problem& problem = arguments.problem;
     const Group& group = arguments.group;
-    RowShare<kWhole> share(problem.hidden);
+    RowShare<kWhole> share(problem);
     RowTail<T, kWhole, kQuantized> tail(problem, share);
+    TwoShot op(arguments, share);
     hw::wait_for_predecessor();
     hw::allow_successor();
-    TwoShot op(arguments, share);
+    op.turn_.begin();
     uint32_t ranks = rank_count<kRanks>(group);
     uint32_t teams = ceil_div(problem.tokens, ranks);
     uint32_t team = hw::cluster_index();
@@ -41,7 +42,8 @@ class TwoShot {
         uint32_t owner = rank_after(group.rank, step, ranks);
         uint32_t token = team * ranks + owner;
         if (token >= problem.tokens) continue;
-        tail.finish(token, [&](uint32_t segment) {
+        tail.aim(token);
+        tail.finish([&](uint32_t segment) {
           return step == 0 && keeps_own_sum(share) ? own_sum : op.sum(token, owner, segment);
         });
       }
@@ -67,21 +69,20 @@ class TwoShot {
   FE_DEVICE Segment<T> send(uint32_t team) const {
     uint32_t ranks = rank_count<kRanks>(group_);
     Segment<T> own{};
-#pragma unroll 1
-    for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
-      if (!share_.has(s)) continue;
+    share_.for_each([&](uint32_t s) {
+      if (!share_.has(s)) return;
 #pragma unroll
       for (uint32_t step = 1; step <= ranks; ++step) {
         uint32_t owner = rank_after(group_.rank, step, ranks);
         uint32_t token = team * ranks + owner;
         if (token >= problem_.tokens) continue;
-        own = load_contribution<T, kWhole>(problem_, token, s);
+        own = load_contribution<T, kWhole>(problem_, row_address<T>(problem_.input, token), s);
         if (step == ranks) break;
         uint64_t slot = contribution_slot(token, group_.rank, ranks);
 #pragma unroll
-        for (uint32_t i = 0; i < T::kWords; ++i) link_.to(owner, offset(slot, s, i), own.word[i]);
+        for (uint32_t i = 0; i < T::kWords; ++i) link_.to(step, offset(slot, s, i), own.word[i]);
       }
-    }
+    });
     return own;
   }
 
@@ -91,9 +92,12 @@ class TwoShot {
     uint32_t token = team * ranks + group_.rank;
     Segment<T> sum{};
     if (token >= problem_.tokens) return sum;
-    for (uint32_t s = share_.first(); share_.contains(s); s = share_.next(s)) {
-      if (!share_.has(s)) continue;
-      Segment<T> mine = share_.single() ? own : load_contribution<T, kWhole>(problem_, token, s);
+    share_.for_each([&](uint32_t s) {
+      if (!share_.has(s)) return;
+      Segment<T> mine = own;
+      if (!share_.single()) {
+        mine = load_contribution<T, kWhole>(problem_, row_address<T>(problem_.input, token), s);
+      }
 #pragma unroll
       for (uint32_t i = 0; i < T::kWords; ++i) {
         sum.word[i] = reduce_word<T, kRanks, false>(
@@ -105,7 +109,7 @@ class TwoShot {
           hw::store_shared_by_ranks(link_.mine(result), sum.word[i]);
         }
       }
-    }
+    });
     return sum;
   }
 

@@ -121,7 +121,7 @@ def test_the_turn_counter_wraps_around(machine: ModuleType, strategy: str, first
     rng = np.random.default_rng(43)
     problems = mixed_problems(rng, 3)
     group = machine.Group(
-        3, harness.buffer_for(machine, problems), first_epoch=(1 << 32) - 20 + first
+        3, harness.buffer_for(machine, problems), first_epoch=(1 << 12) - 20 + first
     )
     prepared = [Prepared(problems[rng.integers(len(problems))]) for _ in range(40)]
     group.run([p.call(machine, strategy) for p in prepared])
