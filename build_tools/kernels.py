@@ -75,25 +75,41 @@ def build(targets: tuple[int, ...], kit: toolkit.Toolkit) -> Path:
     return REPOSITORY / directory / LIBRARY
 
 
+def compile_to_ptx(source: Path, target: int, kit: toolkit.Toolkit) -> str:
+    """Compile one file as for the library, but stop at PTX.
+
+    Parameters
+    ----------
+    source : Path
+        Of a ``.cu`` file, absolute or relative to the repository's root.
+    target : int
+        One architecture, such as 90.
+    kit : Toolkit
+        The compiler to use.
+
+    Raises
+    ------
+    RuntimeError
+        Where the compiler fails; the text is what it said.
+    """
+    command = [*_device_command((target,), kit), f"-arch=compute_{target}", "--ptx", "-o", "-"]
+    run = subprocess.run(
+        [*command, str(source)], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise RuntimeError(run.stderr)
+    return run.stdout
+
+
 def ninja_file(targets: tuple[int, ...], kit: toolkit.Toolkit, directory: Path) -> str:
     """Write the ninja file that compiles ``csrc/`` into ``directory`` (relative to the root)."""
-    compiler = os.environ.get("CXX", "g++")
-    tvm_ffi = find_tvm_ffi()
-    if tvm_ffi is None:
-        raise FileNotFoundError("the build needs the headers of apache-tvm-ffi; install it")
-    host_flags = [*HOST_FLAGS, f"-ffile-prefix-map={tvm_ffi}=tvm_ffi"]
-    common = [
-        *(*COMMON_FLAGS, "-isystem", str(tvm_ffi)),
-        f'-DFLASHINFER_ELASTIC_ARCHS="{",".join(map(str, targets))}"',
-    ]
     device = [
-        *(str(kit.nvcc), f"-ccbin={compiler}", *common, *DEVICE_FLAGS),
+        *_device_command(targets, kit),
         # Machine code for each architecture and no PTX: nothing is left for a driver to compile.
         *(f"-gencode=arch=compute_{target},code=sm_{target}" for target in targets),
-        f"-Xcompiler={','.join(host_flags)}",
     ]
-    host = [compiler, *common, *host_flags, "-isystem", str(kit.include)]
-    link = [compiler, *LINK_FLAGS]
+    host = [_host_compiler(), *_common_flags(targets), *_host_flags(), "-isystem", str(kit.include)]
+    link = [_host_compiler(), *LINK_FLAGS]
     libraries = [f"-L{kit.library}", *LINK_LIBRARIES]
     sources = sorted(path.relative_to(REPOSITORY) for path in REPOSITORY.glob("csrc/*.c[cu]"))
     objects = {source: directory / f"{source.name}.o" for source in sources}
@@ -111,6 +127,36 @@ def ninja_file(targets: tuple[int, ...], kit: toolkit.Toolkit, directory: Path) 
             "",
         ]
     )
+
+
+def _device_command(targets: tuple[int, ...], kit: toolkit.Toolkit) -> list[str]:
+    """Give the compiler of device code and its flags, but for what code to generate."""
+    return [
+        *(str(kit.nvcc), f"-ccbin={_host_compiler()}", *_common_flags(targets), *DEVICE_FLAGS),
+        f"-Xcompiler={','.join(_host_flags())}",
+    ]
+
+
+def _host_compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def _common_flags(targets: tuple[int, ...]) -> list[str]:
+    return [
+        *(*COMMON_FLAGS, "-isystem", str(_tvm_ffi())),
+        f'-DFLASHINFER_ELASTIC_ARCHS="{",".join(map(str, targets))}"',
+    ]
+
+
+def _host_flags() -> list[str]:
+    return [*HOST_FLAGS, f"-ffile-prefix-map={_tvm_ffi()}=tvm_ffi"]
+
+
+def _tvm_ffi() -> Path:
+    found = find_tvm_ffi()
+    if found is None:
+        raise FileNotFoundError("the build needs the headers of apache-tvm-ffi; install it")
+    return found
 
 
 def _compile_rule(name: str, command: list[str]) -> list[str]:
