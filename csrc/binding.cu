@@ -117,8 +117,11 @@ Rows skip_rows(Rows rows, int64_t first, uint32_t element_bytes) {
   return rows;
 }
 
-int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t buffer_bytes, int64_t rotation,
-                       double timeout_s, int64_t multiprocessors, int64_t device) {
+// `multicast` is where a store reaches the buffers of all ranks, or 0. A context that `gives_up` is
+// for a trial of multicast: its waits over it end at the time-out without a trap.
+int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t multicast, int64_t buffer_bytes,
+                       int64_t rotation, double timeout_s, bool gives_up, int64_t multiprocessors,
+                       int64_t device) {
   Group group = {};
   group.rank = static_cast<uint32_t>(rank);
   group.ranks = static_cast<uint32_t>(memory.size());
@@ -126,6 +129,12 @@ int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t buffer_bytes
     TVM_FFI_THROW(ValueError) << "rank " << rank << " of " << memory.size() << ": groups of 1 to "
                               << kMaxRanks << " ranks are supported";
   }
+  if (!on_vector(static_cast<uint64_t>(multicast))) {
+    TVM_FFI_THROW(ValueError) << "the multicast address " << multicast
+                              << " is not a multiple of 16";
+  }
+  group.multicast = static_cast<uint64_t>(multicast);
+  group.gives_up = gives_up;
   group.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
   group.buffer_bytes = static_cast<uint64_t>(buffer_bytes);
   group.rotation = reinterpret_cast<Rotation*>(rotation);
@@ -138,6 +147,17 @@ int64_t context_create(int64_t rank, Array<int64_t> memory, int64_t buffer_bytes
 }
 
 void context_destroy(int64_t context) { delete reinterpret_cast<Context*>(context); }
+
+// Bit c of a mask stands for launches of 2^(c-1) to 2^c - 1 bytes of rows on each rank, which go by
+// multicast from now on.
+void context_choose_multicast(int64_t context, int64_t one_shot, int64_t two_shot) {
+  try {
+    reinterpret_cast<Context*>(context)->choose_multicast(
+        {static_cast<uint64_t>(one_shot), static_cast<uint64_t>(two_shot)});
+  } catch (const std::invalid_argument& error) {
+    TVM_FFI_THROW(ValueError) << error.what();
+  }
+}
 
 // What all calls say of tokens [first, first + count), but for `output`.
 Problem problem_of(const Context& context, int64_t first, int64_t count, const TensorView& input,
@@ -324,6 +344,8 @@ tvm::ffi::String build_info() {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_create, flashinfer_elastic::context_create);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_destroy, flashinfer_elastic::context_destroy);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_choose_multicast,
+                              flashinfer_elastic::context_choose_multicast);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_allreduce, flashinfer_elastic::allreduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_allreduce_quantized, flashinfer_elastic::allreduce_quantized);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_build_info, flashinfer_elastic::build_info);

@@ -57,15 +57,17 @@ bool is_quantized(const Problem& problem) { return problem.quantization.recipe !
 
 // Kernels load when they are first used, which may wait for kernels that run, and those may wait
 // for a rank that is loading. So a group's kernels are loaded when it is made.
-void load_kernels(uint32_t ranks) {
+void load_kernels(uint32_t ranks, bool multicast) {
   for (Strategy strategy : {Strategy::kOneShot, Strategy::kTwoShot}) {
     for (ElementType type :
          {ElementType::kFloat16, ElementType::kBFloat16, ElementType::kFloat32}) {
-      for (Variant variant : {Variant{false, false}, Variant{true, false}, Variant{false, true},
-                              Variant{true, true}}) {
-        cudaFuncAttributes attributes;
-        auto* kernel = reinterpret_cast<const void*>(find_kernel(strategy, type, ranks, variant));
-        check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+      for (bool whole : {false, true}) {
+        for (bool quantized : {false, true}) {
+          cudaFuncAttributes attributes;
+          Kernel kernel = find_kernel(strategy, type, ranks, {whole, quantized, multicast});
+          check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)),
+                "loading a kernel");
+        }
       }
     }
   }
@@ -87,16 +89,32 @@ bool is_capturing(cudaStream_t stream) {
 
 }  // namespace
 
+bool SizeClasses::contain(Strategy strategy, uint64_t payload_bytes) const {
+  uint64_t classes = strategy == Strategy::kOneShot ? one_shot : two_shot;
+  if (classes == 0) return false;
+  uint32_t index = 0;
+  while (payload_bytes >> index != 0) ++index;
+  return (classes >> index & 1) != 0;
+}
+
 Context::Context(const Group& group, uint32_t multiprocessors, int device)
     : group_(group), multiprocessors_(multiprocessors), device_(device) {
   DeviceGuard guard(device);
-  load_kernels(group.ranks);
+  load_kernels(group.ranks, false);
+  if (group.multicast != 0) load_kernels(group.ranks, true);
   check(cudaEventCreateWithFlags(&order_, cudaEventDisableTiming), "cudaEventCreateWithFlags");
 }
 
 Context::~Context() {
   // At exit the driver may be gone already; there is nothing left to release then.
   if (order_ != nullptr) cudaEventDestroy(order_);
+}
+
+void Context::choose_multicast(SizeClasses classes) {
+  if (group_.multicast == 0 && (classes.one_shot | classes.two_shot) != 0) {
+    throw std::invalid_argument("the group has no multicast address");
+  }
+  multicast_ = classes;
 }
 
 // Calls on one workspace must not overlap. Within a stream they never do; when the stream changes
@@ -125,7 +143,9 @@ void Context::launch(Strategy strategy, ElementType type, const Problem& problem
   LaunchShape shape =
       launch_shape(strategy, problem.tokens, problem.hidden, group_.ranks, multiprocessors_);
   bool whole = rows_are_whole(problem) && one_segment_a_thread(shape, problem.hidden);
-  Kernel kernel = find_kernel(strategy, type, group_.ranks, Variant{whole, is_quantized(problem)});
+  uint64_t payload = static_cast<uint64_t>(problem.tokens) * problem.hidden * element_bytes(type);
+  Variant variant{whole, is_quantized(problem), multicast_.contain(strategy, payload)};
+  Kernel kernel = find_kernel(strategy, type, group_.ranks, variant);
 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(shape.cluster, shape.clusters);

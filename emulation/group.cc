@@ -106,6 +106,7 @@ Launch Group::launch(const Call& call, uint32_t rank) {
   for (uint32_t i = 0; i < ranks; ++i) {
     arguments.group.memory[i] = reinterpret_cast<uint64_t>(fabric_.memory((rank + i) % ranks));
   }
+  arguments.group.gives_up = settings_.gives_up;
   arguments.group.multicast = fabric_.multicast();
   arguments.problem = problem;
   arguments.problem.block_segments = block_segments(shape, problem.hidden);
@@ -172,6 +173,9 @@ void Group::run(Job& job) {
 
 // What must hold once all ranks are done, whatever came before.
 void Group::check(const Job& job) {
+  for (const Rotation& rotation : rotations_) {
+    if (settings_.gives_up && rotation.expired != 0) return;  // what a trial leaves is anything
+  }
   for (uint32_t rank = 0; rank < settings_.ranks; ++rank) {
     std::string who = "rank " + std::to_string(rank) + ": ";
     uint64_t unread = fabric_.unread(rank);

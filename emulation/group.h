@@ -51,6 +51,7 @@ struct Settings {
   uint32_t multiprocessors;  // of each rank
   uint32_t first_epoch;
   bool single_buffer;  // a deliberate fault: both turns use the same buffer
+  bool gives_up;       // waits over multicast end without an error; `expired` counts them
 };
 
 class Group {
@@ -67,6 +68,8 @@ class Group {
   void run_planted_race(bool with_barrier, uint32_t* output);
 
   uint32_t epoch(uint32_t rank) const { return rotations_.at(rank).turns / kTurn; }
+  // Waits of a rank that timed out and gave up.
+  uint32_t expired(uint32_t rank) const { return rotations_.at(rank).expired; }
   // Deliberate faults.
   void set_epoch(uint32_t rank, uint32_t epoch) { rotations_.at(rank).turns = epoch * kTurn; }
   void set_word(uint32_t rank, uint64_t offset, uint32_t word);

@@ -254,14 +254,15 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
   py::class_<Group>(m, "Group")
       .def(py::init([](uint32_t ranks, uint64_t buffer_bytes, double timeout_s, uint64_t seed,
                        uint32_t max_delay_us, uint32_t multiprocessors, uint32_t first_epoch,
-                       bool single_buffer) {
+                       bool single_buffer, bool gives_up) {
              return std::make_unique<Group>(Settings{ranks, buffer_bytes, timeout_s,
                                                      Jitter{seed, max_delay_us}, multiprocessors,
-                                                     first_epoch, single_buffer});
+                                                     first_epoch, single_buffer, gives_up});
            }),
            py::arg("ranks"), py::arg("buffer_bytes"), py::kw_only(), py::arg("timeout_s") = 60.0,
            py::arg("seed") = 0, py::arg("max_delay_us") = 0, py::arg("multiprocessors") = 1,
-           py::arg("first_epoch") = 0, py::arg("single_buffer") = false)
+           py::arg("first_epoch") = 0, py::arg("single_buffer") = false,
+           py::arg("gives_up") = false)
       .def("run", &run, py::arg("calls"), py::kw_only(),
            py::arg("absent") = std::map<uint32_t, size_t>{},
            py::arg("late") = std::map<uint32_t, double>{},
@@ -269,6 +270,7 @@ PYBIND11_MODULE(flashinfer_elastic_emulation, m) {
            "`late` starts so many seconds after the others.")
       .def("run_planted_race", &run_planted_race, py::kw_only(), py::arg("with_barrier"))
       .def("epoch", &Group::epoch, py::arg("rank"))
+      .def("expired", &Group::expired, py::arg("rank"))
       .def("set_epoch", &Group::set_epoch, py::arg("rank"), py::arg("epoch"))
       .def("set_word", &Group::set_word, py::arg("rank"), py::arg("offset"), py::arg("word"))
       .def_property_readonly("holds_reached", &Group::holds_reached);

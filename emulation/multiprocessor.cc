@@ -102,6 +102,11 @@ void Multiprocessor::jitter() {
   }
 }
 
+bool Multiprocessor::gave_up() const {
+  const flashinfer_elastic::Group& group = launch_->arguments.group;
+  return group.gives_up && __atomic_load_n(&group.rotation->expired, __ATOMIC_RELAXED) != 0;
+}
+
 void Multiprocessor::begin_run(void* launched) {
   launched_ = launched;
   arena_.clear();

@@ -72,6 +72,8 @@ class Multiprocessor {
   Fabric& fabric() { return fabric_; }
   uint32_t rank() const { return rank_; }
   uint64_t call() const { return call_; }
+  // Whether a wait of this rank has ended without its word, so that what follows is anything.
+  bool gave_up() const;
   bool jitters() const { return jitter_.max_delay_us != 0; }
   uint64_t holds_reached() const { return holds_reached_; }
 

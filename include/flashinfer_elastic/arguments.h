@@ -30,6 +30,7 @@ struct Group {
   uint64_t timeout_ns;    // of each wait for a peer; 0 = for ever
   uint64_t buffer_bytes;  // of each of the two Lamport buffers, which lie one behind the other
   Rotation* rotation;
+  bool gives_up;       // a trial of multicast: see wait.cuh
   uint64_t multicast;  // where a store reaches all ranks' buffers; 0 = nowhere
   // Where the ranks' buffers are mapped in this process, around the ring from this rank's own.
   uint64_t memory[kMaxRanks];

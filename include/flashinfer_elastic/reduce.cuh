@@ -22,8 +22,8 @@ FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first
     // The sum of two is the same in either order.
     uint32_t peer = 1 - group.rank;
     Word4* slot = link.mine(first + peer * stride);
-    Word4 theirs = wait_for_word(group, slot, hw::load_shared_by_ranks(slot),
-                                 {peer, token, "the contribution"});
+    Word4 theirs = wait_for_word<Link::kMayGiveUp>(group, slot, hw::load_shared_by_ranks(slot),
+                                                   {peer, token, "the contribution"});
     hw::reset_shared_by_ranks(slot);
     return add_rounded<T>(mine, theirs);
   }
@@ -47,7 +47,8 @@ FE_DEVICE Word4 reduce_word(const Group& group, const Link& link, uint64_t first
       if (source >= ranks) break;
       if (kEchoed || source != group.rank) {
         Word4* slot = link.mine(first + source * stride);
-        seen[i] = wait_for_word(group, slot, seen[i], {source, token, "the contribution"});
+        seen[i] = wait_for_word<Link::kMayGiveUp>(group, slot, seen[i],
+                                                  {source, token, "the contribution"});
         hw::reset_shared_by_ranks(slot);
       }
       if (source == 0) {

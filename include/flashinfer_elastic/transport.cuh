@@ -6,6 +6,8 @@
 //   mine(offset)               this rank's own copy
 //   kEchoes                    whether to_peers stores to this rank too: then the word has to be
 //                              taken in like any other, or it would be found there two calls later
+//   kMayGiveUp                 whether a wait may time out without a trap (wait.cuh), as the trial
+//                              of a transport needs that may not work on this machine
 //
 // `offset` is in bytes from the start of a rank's buffers and the same on all ranks. Stores are
 // relaxed: the word is its own flag (wait.cuh) and nothing else is ordered by it.
@@ -33,6 +35,7 @@ template <uint32_t kRanks>
 class Unicast {
  public:
   static constexpr bool kEchoes = false;
+  static constexpr bool kMayGiveUp = false;
 
   FE_DEVICE explicit Unicast(const Group& group) : group_(group) {}
 
@@ -61,6 +64,7 @@ template <uint32_t kRanks>
 class Multicast {
  public:
   static constexpr bool kEchoes = true;
+  static constexpr bool kMayGiveUp = true;
 
   FE_DEVICE explicit Multicast(const Group& group) : group_(group), unicast_(group) {}
 

@@ -129,7 +129,8 @@ class TwoShot {
 #pragma unroll
     for (uint32_t i = 0; i < T::kWords; ++i) {
       Word4* place = link_.mine(offset(slot, segment, i));
-      sum.word[i] = wait_for_word(group_, place, sum.word[i], {owner, token, "the sum"});
+      sum.word[i] =
+          wait_for_word<Link::kMayGiveUp>(group_, place, sum.word[i], {owner, token, "the sum"});
       hw::reset_shared_by_ranks(place);
     }
     return sum;

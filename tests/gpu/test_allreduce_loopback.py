@@ -52,9 +52,11 @@ class Loopback:
             self.functions.context_create(
                 rank,
                 addresses,
+                0,
                 buffer_bytes,
                 addresses[rank] + 2 * buffer_bytes,
                 TIMEOUT_S,
+                False,
                 max(share, 1),
                 device,
             )

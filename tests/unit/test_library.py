@@ -59,6 +59,7 @@ def test_the_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             elastic_build_info=lambda: json.dumps({"archs": [90, 100], "cuda": "13.0"}),
             elastic_context_create="create",
             elastic_context_destroy="destroy",
+            elastic_context_choose_multicast="choose",
             elastic_allreduce="allreduce",
             elastic_allreduce_quantized="allreduce_quantized",
         )
@@ -68,7 +69,14 @@ def test_the_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     first = library.load()
     assert library.load() is first
     assert loaded == [str(file)]
-    assert first == ("create", "destroy", "allreduce", "allreduce_quantized", (90, 100))
+    assert first == (
+        "create",
+        "destroy",
+        "choose",
+        "allreduce",
+        "allreduce_quantized",
+        (90, 100),
+    )
 
 
 def test_the_built_library_says_what_it_was_built_for() -> None:
@@ -79,6 +87,8 @@ def test_the_built_library_says_what_it_was_built_for() -> None:
     assert all(70 <= arch <= 200 for arch in functions.archs)
     # Arguments are checked before a GPU is needed.
     with pytest.raises(ValueError, match="rank 2 of 2: groups of 1 to 64 ranks are supported"):
-        functions.context_create(2, [0, 0], 256, 0, 1.0, 132, 0)
+        functions.context_create(2, [0, 0], 0, 256, 0, 1.0, False, 132, 0)
     with pytest.raises(ValueError, match="rank 0 of 65"):
-        functions.context_create(0, [0] * 65, 256, 0, 1.0, 132, 0)
+        functions.context_create(0, [0] * 65, 0, 256, 0, 1.0, False, 132, 0)
+    with pytest.raises(ValueError, match="the multicast address 8 is not a multiple of 16"):
+        functions.context_create(0, [0, 0], 8, 256, 0, 1.0, False, 132, 0)

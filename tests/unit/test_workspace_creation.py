@@ -84,7 +84,7 @@ def test_attributes(loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.Monke
     (created,) = fake.created
     addresses = list(workspace.ptrs)
     state = addresses[3] + 2 * 4_128_768
-    assert created == (3, addresses, 4_128_768, state, 7.0, 132, None)
+    assert created == (3, addresses, 0, 4_128_768, state, 7.0, False, 132, None)
     assert workspace.handle.size_bytes == 2 * 4_128_768 + 256
     workspace.destroy()
 
@@ -291,7 +291,7 @@ def test_the_smallest_gpu_decides_the_launch_shape(
 
     monkeypatch.setattr(our_workspace.torch.cuda, "get_device_properties", properties)
     made = on_all_ranks(loaded)
-    assert [created[5] for created in fake.created] == [114] * 3
+    assert [created[7] for created in fake.created] == [114] * 3
     for workspace in made:
         workspace.destroy()
 

@@ -312,10 +312,12 @@ class FakeLibrary:
     def __init__(self, archs: tuple[int, ...] = (90, 100)) -> None:
         self.created: list[tuple[Any, ...]] = []
         self.destroyed: list[int] = []
+        self.chosen: list[tuple[int, int, int]] = []
         self.calls: list[tuple[Any, ...]] = []
         self.functions = library.Library(
             self._create,
             self.destroyed.append,
+            lambda *choice: self.chosen.append(choice),
             lambda *call: self.calls.append(call),
             lambda *call: self.calls.append(call),
             archs,

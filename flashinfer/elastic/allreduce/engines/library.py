@@ -16,6 +16,7 @@ class Library(NamedTuple):
 
     context_create: Callable[..., int]
     context_destroy: Callable[[int], None]
+    context_choose_multicast: Callable[[int, int, int], None]
     allreduce: Callable[..., None]
     allreduce_quantized: Callable[..., None]
     archs: tuple[int, ...]
@@ -42,6 +43,7 @@ def load() -> Library:
     return Library(
         module.elastic_context_create,
         module.elastic_context_destroy,
+        module.elastic_context_choose_multicast,
         module.elastic_allreduce,
         module.elastic_allreduce_quantized,
         tuple(info["archs"]),

@@ -78,9 +78,11 @@ class NativeEngine:
                 self._context = functions.context_create(
                     agreement.rank,
                     list(addresses),
+                    0,
                     buffer_bytes,
                     local + self._state_offset,
                     timeout_s,
+                    False,
                     multiprocessors,
                     device.index,
                 )
