@@ -10,18 +10,22 @@ MIB = 2**20
 
 
 def test_defaults() -> None:
-    assert settings.read({}) == ("auto", 64 * MIB, 600.0)
+    assert settings.read({}) == ("auto", 64 * MIB, 600.0, "auto")
 
 
 def test_an_empty_value_counts_as_unset() -> None:
-    names = (settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S)
-    assert settings.read(dict.fromkeys(names, "")) == settings.read({})
-    assert settings.read(dict.fromkeys(names, "  ")) == settings.read({})
+    assert settings.read(dict.fromkeys(settings.NAMES, "")) == settings.read({})
+    assert settings.read(dict.fromkeys(settings.NAMES, "  ")) == settings.read({})
 
 
 @pytest.mark.parametrize("engine", ["auto", "native", "upstream", " Native ", "UPSTREAM"])
 def test_engines(engine: str) -> None:
     assert settings.read({settings.ENGINE: engine}).engine == engine.strip().lower()
+
+
+@pytest.mark.parametrize("choice", ["auto", "0", "1", " AUTO "])
+def test_multicast(choice: str) -> None:
+    assert settings.read({settings.MULTICAST: choice}).multicast == choice.strip().lower()
 
 
 @pytest.mark.parametrize(
@@ -42,6 +46,8 @@ def test_time_out(text: str, seconds: float) -> None:
     [
         (settings.ENGINE, "fast"),
         (settings.ENGINE, "native,upstream"),
+        (settings.MULTICAST, "2"),
+        (settings.MULTICAST, "yes"),
         (settings.ONESHOT_MAX_MB, "64MB"),
         (settings.ONESHOT_MAX_MB, "-1"),
         (settings.ONESHOT_MAX_MB, "nan"),

@@ -42,7 +42,7 @@ def loaded(request: pytest.FixtureRequest, upstream_tree: Callable[[str], Path])
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
-    for name in (settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S):
+    for name in settings.NAMES:
         monkeypatch.delenv(name, raising=False)
     return without_gpu(monkeypatch)
 
@@ -219,7 +219,7 @@ def test_a_backend_of_another_group(loaded: Loaded, fake: FakeLibrary) -> None:
     assert FakeMemory.live == 0
 
 
-@pytest.mark.parametrize("name", [settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S])
+@pytest.mark.parametrize("name", settings.NAMES)
 def test_a_wrong_setting_is_named(
     loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

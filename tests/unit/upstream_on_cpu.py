@@ -280,6 +280,8 @@ class FakeMemory:
     """Symmetric memory that is nowhere."""
 
     live = 0
+    multicast_address = 0
+    detachable = True
 
     def __init__(self, agreement: Any, size_bytes: int) -> None:
         self.rank = agreement.rank

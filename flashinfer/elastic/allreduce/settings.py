@@ -21,6 +21,12 @@ ONESHOT_MAX_MB = "FLASHINFER_MNNVL_ONESHOT_MAX_MB"
 TIMEOUT_S = "FLASHINFER_MNNVL_TIMEOUT_S"
 """Seconds that a kernel waits for a peer, 600 by default; 0 waits for ever."""
 
+MULTICAST = "FLASHINFER_MNNVL_MULTICAST"
+"""``auto`` (default), ``0`` (never) or ``1`` (or no workspace); see ``multicast.py``."""
+
+NAMES = (ENGINE, ONESHOT_MAX_MB, TIMEOUT_S, MULTICAST)
+
+_MULTICASTS = ("auto", "0", "1")
 _ENGINES = ("auto", "native", "upstream")
 _DEFAULT_TIMEOUT_S = 600.0
 
@@ -31,6 +37,7 @@ class Settings(NamedTuple):
     engine: str
     oneshot_max_bytes: int
     timeout_s: float
+    multicast: str
 
 
 def read(environment: Mapping[str, str] | None = None) -> Settings:
@@ -47,11 +54,21 @@ def read(environment: Mapping[str, str] | None = None) -> Settings:
         Names the variable, what it holds and what is allowed.
     """
     values = os.environ if environment is None else environment
-    engine = values.get(ENGINE, "").strip().lower() or "auto"
-    if engine not in _ENGINES:
-        raise ValueError(f"{ENGINE}={values[ENGINE]!r}: allowed are {', '.join(_ENGINES)}")
     max_mb = _number(values, ONESHOT_MAX_MB, DEFAULT_ONESHOT_MAX_BYTES / 2**20)
-    return Settings(engine, int(max_mb * 2**20), _number(values, TIMEOUT_S, _DEFAULT_TIMEOUT_S))
+    return Settings(
+        _choice(values, ENGINE, _ENGINES),
+        int(max_mb * 2**20),
+        _number(values, TIMEOUT_S, _DEFAULT_TIMEOUT_S),
+        _choice(values, MULTICAST, _MULTICASTS),
+    )
+
+
+def _choice(values: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:
+    """Return one of the words that are allowed, the first where the variable is not set."""
+    text = values.get(name, "").strip().lower() or allowed[0]
+    if text not in allowed:
+        raise ValueError(f"{name}={values[name]!r}: allowed are {', '.join(allowed)}")
+    return text
 
 
 def _number(values: Mapping[str, str], name: str, default: float) -> float:

@@ -62,7 +62,14 @@ class SymmetricMemory:
         GPU's own. Unchanged by :meth:`detach` and :meth:`attach`; empty once closed.
     mapped : bool
         Whether there is memory behind the addresses.
+    multicast_address : int
+        0: there is none.
+    detachable : bool
+        True.
     """
+
+    multicast_address = 0
+    detachable = True
 
     def __init__(self, rank: int, world_size: int, device_index: int, size_bytes: int) -> None:
         self.rank = rank
@@ -114,7 +121,7 @@ class SymmetricMemory:
         CollectiveError
             On every rank, when any step failed on any. All that was taken has been given back.
         """
-        _refuse_capture("create symmetric memory")
+        refuse_capture("create symmetric memory")
         _close_postponed()
         memory = cls(agreement.rank, agreement.world_size, device_index, size_bytes)
         try:
@@ -146,7 +153,7 @@ class SymmetricMemory:
         DriverError
             Work on this device failed.
         """
-        _refuse_capture("detach symmetric memory")
+        refuse_capture("detach symmetric memory")
         self._require_open()
         if not self.mapped:
             return
@@ -167,7 +174,7 @@ class SymmetricMemory:
         CollectiveError
             On every rank, when any step failed on any; then the memory is detached as before.
         """
-        _refuse_capture("attach symmetric memory")
+        refuse_capture("attach symmetric memory")
         with interrupts.held():
             agreement.attempt("attaching symmetric memory", lambda: self._check_attach(agreement))
             agreement.same(
@@ -190,7 +197,7 @@ class SymmetricMemory:
         """
         if self._closed:
             return
-        _refuse_capture("close symmetric memory")
+        refuse_capture("close symmetric memory")
         # A device may take long to be waited for; the rest is still done when a user is impatient.
         with interrupts.held():
             self._give_back()
@@ -423,7 +430,8 @@ def _capturing() -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
-def _refuse_capture(what: str) -> None:
+def refuse_capture(what: str) -> None:
+    """Raise RuntimeError where torch is capturing a CUDA graph on this thread's stream."""
     if _capturing():
         raise RuntimeError(f"cannot {what} while a CUDA graph is being captured")
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from . import compiled, interrupts, settings, sizing, strategy, topology
+from . import compiled, interrupts, multicast, settings, sizing, strategy, topology
 from .agreement import Agreement, CollectiveError
 from .engines import Call, Engine, library
 from .engines.native import NativeEngine
 from .engines.upstream import UpstreamEngine
+from .memory import GroupMemory
 
-PROTOCOL = 1
+PROTOCOL = 2
 """What ranks send each other; raised when a change makes two versions misunderstand."""
 
 _logger = logging.getLogger("flashinfer.elastic")
@@ -140,20 +141,42 @@ def make_workspace_class(module: ModuleType) -> type:
             )
             self._arch = plan.arch
             if plan.engine() == "native":
-                self._open_native(mapping, agreement, plan)
+                self._open_native(mapping, agreement, plan, comm_backend)
             else:
                 self._open_upstream(mapping, agreement, plan.buffer_bytes, comm_backend)
             _by_pointer_table[int(self.uc_ptrs_dev)] = self
             self._number = compiled.enroll(self)
 
-        def _open_native(self, mapping: Any, agreement: Agreement, plan: _Plan) -> None:
+        def _open_native(
+            self, mapping: Any, agreement: Agreement, plan: _Plan, comm_backend: Any
+        ) -> None:
             topology.require_nvlink(agreement, plan.device.index)
-            engine = NativeEngine(
+
+            def make(memory: GroupMemory | None) -> NativeEngine:
+                return NativeEngine(
+                    agreement,
+                    plan.device,
+                    plan.buffer_bytes,
+                    plan.options.timeout_s,
+                    plan.multiprocessors,
+                    memory,
+                )
+
+            setting = plan.options.multicast
+            group_name = multicast.find_group(
+                agreement,
+                setting,
+                comm_backend,
+                plan.device,
+                detachable=hasattr(upstream, "checkpoint_prepare"),
+            )
+            engine = multicast.open_engine(
                 agreement,
                 plan.device,
                 plan.buffer_bytes,
-                plan.options.timeout_s,
-                plan.multiprocessors,
+                make,
+                setting=setting,
+                group_name=group_name,
             )
             try:
                 agreement.attempt(
@@ -183,8 +206,8 @@ def make_workspace_class(module: ModuleType) -> type:
             )
             self.uc_ptrs_dev = self._pointer_table.data_ptr()
             self.uc_ptr_local = engine.local_address
-            # Not a multicast address, which these kernels do without; callers take a null one for
-            # a workspace that does not work.
+            # Never the multicast address: others' kernels would run on it. But callers take a null
+            # one for a workspace that does not work.
             self.mc_ptr = engine.local_address
 
         def _forget(self) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from .. import interrupts
+from .. import interrupts, trial
 from ..agreement import Agreement
+from ..memory import GroupMemory
+from ..settings import MULTICAST
+from ..size_classes import LAST_CLASS, SizeClasses
 from ..sizing import ALIGNMENT, LAMPORT_BUFFERS_NATIVE
 from ..strategy import Strategy
 from ..symmetric import SymmetricMemory
@@ -18,6 +24,16 @@ _SENTINEL = -(2**31)
 
 _ROTATION_BYTES = ALIGNMENT
 """Behind the buffers: which of them is in use (``arguments.h``, ``Rotation``)."""
+
+_EXPIRED_OFFSET = 8
+"""In the rotation: how many waits have timed out."""
+
+_ALL_CLASSES = (1 << LAST_CLASS + 1) - 1
+
+
+def memory_bytes(buffer_bytes: int) -> int:
+    """Return the bytes that an engine needs on each rank."""
+    return LAMPORT_BUFFERS_NATIVE * buffer_bytes + _ROTATION_BYTES
 
 
 class NativeEngine:
@@ -37,6 +53,16 @@ class NativeEngine:
         How long a kernel waits for a peer; 0 waits for ever.
     multiprocessors : int
         The smallest count in the group, on which the launch shape depends.
+    memory : GroupMemory, optional
+        Of :func:`memory_bytes` on each rank, from now on the engine's own; taken by the driver's
+        virtual memory calls if not given.
+
+    Attributes
+    ----------
+    memory : GroupMemory
+        Where the buffers are.
+    multicast : SizeClasses
+        Launches that go by multicast; none at first.
 
     Raises
     ------
@@ -53,16 +79,19 @@ class NativeEngine:
         buffer_bytes: int,
         timeout_s: float,
         multiprocessors: int,
+        memory: GroupMemory | None = None,
     ) -> None:
         self._device = device
         self._state_offset = LAMPORT_BUFFERS_NATIVE * buffer_bytes
         self._context: int | None = None
+        self._trial_context: int | None = None
+        self.multicast = SizeClasses()
         self._agreement = agreement
         # Whether there is memory behind the addresses; the same on all ranks. None once a failure
         # may have left them different.
         self._attached: bool | None = True
-        self.memory = SymmetricMemory.create(
-            agreement, device.index, self._state_offset + _ROTATION_BYTES
+        self.memory: GroupMemory = memory or SymmetricMemory.create(
+            agreement, device.index, memory_bytes(buffer_bytes)
         )
         try:
             self._initialize(agreement)
@@ -72,21 +101,24 @@ class NativeEngine:
             self._allreduce = functions.allreduce
             self._allreduce_quantized = functions.allreduce_quantized
             self._destroy = functions.context_destroy
+            self._choose_multicast = functions.context_choose_multicast
+
+            create = functools.partial(
+                functions.context_create,
+                agreement.rank,
+                list(addresses),
+                self.memory.multicast_address,
+                buffer_bytes,
+                local + self._state_offset,
+            )
 
             def create_context() -> None:
                 # Kept at once, to be released here if another rank cannot make its own.
-                self._context = functions.context_create(
-                    agreement.rank,
-                    list(addresses),
-                    0,
-                    buffer_bytes,
-                    local + self._state_offset,
-                    timeout_s,
-                    False,
-                    multiprocessors,
-                    device.index,
-                )
+                self._context = create(timeout_s, False, multiprocessors, device.index)
 
+            self._create_trial_context = functools.partial(
+                create, trial.TIMEOUT_S, True, multiprocessors, device.index
+            )
             agreement.attempt("creating the launch context", create_context)
         except BaseException:
             self.close()
@@ -158,6 +190,57 @@ class NativeEngine:
             scale if in_memory else None,
         )
 
+    @contextlib.contextmanager
+    def trying_multicast(self) -> Iterator[None]:
+        """Within this, ``launch_trial`` works; to be entered and left on all ranks."""
+        agreement = self._agreement
+
+        def open_trial() -> None:
+            context = self._trial_context = self._create_trial_context()
+            self._choose_multicast(context, _ALL_CLASSES, _ALL_CLASSES)
+
+        try:
+            agreement.attempt("creating a launch context for a trial", open_trial)
+            yield
+        finally:
+            self._close_trial()
+
+    def launch_trial(self, call: Call, first: int, count: int, strategy: Strategy) -> None:
+        """Launch a plain all-reduce over multicast, with waits that end without a trap.
+
+        Parameters and errors as of :meth:`launch`.
+        """
+        self._allreduce(
+            self._trial_context,
+            int(strategy),
+            first,
+            count,
+            call.dependent_launch,
+            call.input,
+            call.output,
+            None,
+            None,
+            None,
+            0.0,
+            0.0,
+        )
+
+    def expired_waits(self) -> int:
+        """Return how many waits have timed out on this rank since its buffers were initialised."""
+        return int(self._view(self._state_offset + _EXPIRED_OFFSET, 4, "<i4")[0])
+
+    def choose_multicast(self, classes: SizeClasses) -> None:
+        """Send launches of these size classes by multicast from now on; local, alike on all ranks.
+
+        Raises
+        ------
+        ValueError
+            If there are any and the memory has no multicast address.
+        """
+        assert self._context is not None
+        self._choose_multicast(self._context, *classes)
+        self.multicast = classes
+
     def detach(self) -> None:
         """Give the memory back and keep its addresses, for a checkpoint; free when this returns.
 
@@ -165,11 +248,18 @@ class NativeEngine:
 
         Raises
         ------
+        NotImplementedError
+            On every rank, if the memory has a multicast address, which could not come back.
         CollectiveError
             On every rank, if a rank cannot. Those that could have no memory now; call it again.
         """
         if self._attached is False:
             return
+        if not self.memory.detachable:
+            raise NotImplementedError(
+                "A workspace that uses NVLink multicast cannot be detached for a checkpoint: its "
+                f"multicast address could not be brought back. Create it with {MULTICAST}=0."
+            )
         self._attached = None
         with interrupts.held():
             self._agreement.attempt("detaching the workspace", self.memory.detach)
@@ -222,9 +312,15 @@ class NativeEngine:
             A CUDA graph is being captured; nothing has been released.
         """
         self.memory.close()
+        self._close_trial()
         if self._context is not None:
             self._destroy(self._context)
             self._context = None
+
+    def _close_trial(self) -> None:
+        if self._trial_context is not None:
+            self._destroy(self._trial_context)
+            self._trial_context = None
 
     def _initialize(self, agreement: Agreement) -> None:
         agreement.attempt("initialising the buffers", self.initialize)

@@ -19,7 +19,7 @@ def gather() -> Environment:
     attention = alone.load("attention.settings")
     problems: dict[str, str] = {}
     valid: dict[str, str] = {}
-    for name in (settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S):
+    for name in settings.NAMES:
         value = os.environ.get(name, "")
         try:
             settings.read({name: value})
@@ -33,9 +33,7 @@ def gather() -> Environment:
         problems[attention.CAP] = str(error)
     read = settings.read(valid)
     known = {
-        settings.ENGINE,
-        settings.ONESHOT_MAX_MB,
-        settings.TIMEOUT_S,
+        *settings.NAMES,
         topology.ALLOW_PCIE,
         attention.SWITCH,
         attention.CAP,
@@ -49,6 +47,7 @@ def gather() -> Environment:
         engine=read.engine,
         oneshot_max_bytes=read.oneshot_max_bytes,
         timeout_s=read.timeout_s,
+        multicast=read.multicast,
         allow_pcie=topology.pcie_allowed(),
         attention=attention.enabled(),
         attention_cap_bytes=cap,

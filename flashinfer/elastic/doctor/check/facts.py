@@ -188,6 +188,7 @@ class Environment:
     engine: str
     oneshot_max_bytes: int
     timeout_s: float
+    multicast: str
     allow_pcie: bool
     attention: bool
     attention_cap_bytes: int | None
