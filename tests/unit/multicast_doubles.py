@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -20,7 +21,7 @@ MULTICAST_ADDRESS = 0x7F0000000000
 
 
 class TorchMemory:
-    """Torch's module of symmetric memory.
+    """Torch's class of symmetric memory.
 
     Attributes
     ----------
@@ -45,11 +46,6 @@ class TorchMemory:
         self.touched = 0
         self.live = 0
         self.enabled: list[str] = []
-        self._SymmetricMemory = types.SimpleNamespace(
-            empty_strided_p2p=self._allocate,
-            has_multicast_support=self._has_support,
-            get_backend=lambda _: self.backend,
-        )
 
     def rendezvous(self, tensor: Any, group_name: str) -> Any:
         assert group_name == "tp"
@@ -65,14 +61,14 @@ class TorchMemory:
             multicast_ptr=self.multicast,
         )
 
-    def enable_symm_mem_for_group(self, group_name: str) -> None:
-        self.enabled.append(group_name)
+    def get_backend(self, device: Any) -> str | None:
+        return self.backend
 
-    def _has_support(self, kind: Any, index: int | None) -> bool:
+    def has_multicast_support(self, kind: Any, index: int | None) -> bool:
         assert kind == torch._C._autograd.DeviceType.CUDA
         return self.supported
 
-    def _allocate(self, size: Any, stride: Any, dtype: Any, device: Any) -> Any:
+    def empty_strided_p2p(self, size: Any, stride: Any, dtype: Any, device: Any) -> Any:
         assert stride == (1,)
         self._fail("allocate", current_rank())
         owner = self
@@ -148,6 +144,9 @@ def without_gpu(patch: pytest.MonkeyPatch, group: Threads) -> TorchMemory:
     patch.setattr(multicast, "symmetric_memory", module)
     patch.setattr(torch_symmetric, "torch", doubled)
     patch.setattr(torch_symmetric, "symmetric_memory", module)
+    around = types.ModuleType("torch.distributed._symmetric_memory")
+    vars(around)["enable_symm_mem_for_group"] = memory.enabled.append
+    patch.setitem(sys.modules, around.__name__, around)
     patch.setattr(trial, "torch", doubled)
     return memory
 

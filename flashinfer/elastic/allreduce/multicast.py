@@ -190,7 +190,7 @@ def _group_name(agreement: Agreement, backend: Any) -> str:
 
 def _require_support(device: torch.device) -> None:
     """Raise where torch would make no memory with a multicast address on this GPU."""
-    memory = symmetric_memory()._SymmetricMemory
+    memory = symmetric_memory()
     if not memory.has_multicast_support(torch._C._autograd.DeviceType.CUDA, device.index):
         raise RuntimeError("torch finds no multicast on this GPU")
     chosen = getattr(memory, "get_backend", lambda _: None)(device)

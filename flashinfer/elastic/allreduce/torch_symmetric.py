@@ -146,15 +146,16 @@ class TorchSymmetricMemory:
     # Steps of creation
 
     def _allocate(self) -> None:
-        # Not `empty` of that module, which takes memory from a pool that keeps it.
-        memory = symmetric_memory()._SymmetricMemory
-        self._tensor = memory.empty_strided_p2p((self.size_bytes,), (1,), torch.uint8, self._device)
+        # Not `empty` of the module around it, which takes memory from a pool that keeps it.
+        self._tensor = symmetric_memory().empty_strided_p2p(
+            (self.size_bytes,), (1,), torch.uint8, self._device
+        )
 
     def _rendezvous(self, group_name: str) -> None:
-        module = symmetric_memory()
         if _before(2, 11):
+            module = importlib.import_module("torch.distributed._symmetric_memory")
             module.enable_symm_mem_for_group(group_name)
-        self._handle = module.rendezvous(self._tensor, group_name)
+        self._handle = symmetric_memory().rendezvous(self._tensor, group_name)
 
     def _adopt(self) -> None:
         """Take the addresses from the handle."""
@@ -177,8 +178,16 @@ class TorchSymmetricMemory:
 
 
 def symmetric_memory() -> Any:
-    """Return torch's module of symmetric memory, which is imported only where it is used."""
-    return importlib.import_module("torch.distributed._symmetric_memory")
+    """Return torch's class of symmetric memory.
+
+    From its extension: the module around it takes long to import.
+
+    Raises
+    ------
+    ImportError
+        This torch has none.
+    """
+    return importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
 
 
 def _forget_locals(error: BaseException | None) -> None:
