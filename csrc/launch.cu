@@ -91,10 +91,9 @@ bool is_capturing(cudaStream_t stream) {
 
 bool SizeClasses::contain(Strategy strategy, uint64_t payload_bytes) const {
   uint64_t classes = strategy == Strategy::kOneShot ? one_shot : two_shot;
-  if (classes == 0) return false;
-  uint32_t index = 0;
-  while (payload_bytes >> index != 0) ++index;
-  return (classes >> index & 1) != 0;
+  if (classes == 0 || payload_bytes == 0) return false;
+  int digits = 64 - __builtin_clzll(payload_bytes);
+  return (classes >> digits & 1) != 0;
 }
 
 Context::Context(const Group& group, uint32_t multiprocessors, int device)

@@ -81,7 +81,7 @@ class Node:
 
     def enter(self, patch: pytest.MonkeyPatch) -> None:
         """Let workspaces be created here until the patches are undone."""
-        for name in (settings.ENGINE, settings.ONESHOT_MAX_MB, settings.TIMEOUT_S):
+        for name in settings.NAMES:
             patch.delenv(name, raising=False)
         patch.delenv(topology.ALLOW_PCIE, raising=False)
         self.library = without_gpu(patch)
