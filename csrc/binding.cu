@@ -159,6 +159,15 @@ void context_choose_multicast(int64_t context, int64_t one_shot, int64_t two_sho
   }
 }
 
+int64_t context_expired_waits(int64_t context) {
+  try {
+    return reinterpret_cast<Context*>(context)->expired_waits();
+  } catch (const std::runtime_error& error) {
+    TVM_FFI_THROW(RuntimeError) << error.what();
+  }
+  TVM_FFI_UNREACHABLE();
+}
+
 // What all calls say of tokens [first, first + count), but for `output`.
 Problem problem_of(const Context& context, int64_t first, int64_t count, const TensorView& input,
                    const Optional<TensorView>& residual_in,
@@ -346,6 +355,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_create, flashinfer_elastic::contex
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_destroy, flashinfer_elastic::context_destroy);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_choose_multicast,
                               flashinfer_elastic::context_choose_multicast);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_context_expired_waits,
+                              flashinfer_elastic::context_expired_waits);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_allreduce, flashinfer_elastic::allreduce);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_allreduce_quantized, flashinfer_elastic::allreduce_quantized);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(elastic_build_info, flashinfer_elastic::build_info);

@@ -116,6 +116,14 @@ void Context::choose_multicast(SizeClasses classes) {
   multicast_ = classes;
 }
 
+uint32_t Context::expired_waits() const {
+  DeviceGuard guard(device_);
+  uint32_t count = 0;
+  check(cudaMemcpy(&count, &group_.rotation->expired, sizeof(count), cudaMemcpyDeviceToHost),
+        "reading how many waits timed out");
+  return count;
+}
+
 // Calls on one workspace must not overlap. Within a stream they never do; when the stream changes
 // the new one waits for the last. Captured calls are ordered by their graph alone.
 void Context::follow_last_stream(cudaStream_t stream) {

@@ -33,6 +33,10 @@ class Context {
   // has no multicast address.
   void choose_multicast(SizeClasses classes);
 
+  // Waits that have timed out on this rank since its buffers were initialised; waits for the
+  // device.
+  uint32_t expired_waits() const;
+
   // Launches one call, or one chunk of one. Throws std::invalid_argument where the problem does
   // not fit the buffers, std::runtime_error where CUDA refuses; nothing has been launched then.
   void launch(Strategy strategy, ElementType type, const Problem& problem, bool dependent_launch,

@@ -60,6 +60,7 @@ def test_the_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             elastic_context_create="create",
             elastic_context_destroy="destroy",
             elastic_context_choose_multicast="choose",
+            elastic_context_expired_waits="expired",
             elastic_allreduce="allreduce",
             elastic_allreduce_quantized="allreduce_quantized",
         )
@@ -73,6 +74,7 @@ def test_the_library_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "create",
         "destroy",
         "choose",
+        "expired",
         "allreduce",
         "allreduce_quantized",
         (90, 100),

@@ -311,6 +311,9 @@ def test_a_workspace_over_multicast(
     (call,) = fake.calls
     assert call[0] not in tried_contexts
     assert len(call) == 12
+    # What a trial asks.
+    fake.expired[call[0]] = 3
+    assert made[0]._engine.expired_waits() == 3
     for each in made:
         each.destroy()
     made.clear()

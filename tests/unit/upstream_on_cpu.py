@@ -315,11 +315,13 @@ class FakeLibrary:
         self.created: list[tuple[Any, ...]] = []
         self.destroyed: list[int] = []
         self.chosen: list[tuple[int, int, int]] = []
+        self.expired: dict[int, int] = {}
         self.calls: list[tuple[Any, ...]] = []
         self.functions = library.Library(
             self._create,
             self.destroyed.append,
             lambda *choice: self.chosen.append(choice),
+            lambda context: self.expired.get(context, 0),
             lambda *call: self.calls.append(call),
             lambda *call: self.calls.append(call),
             archs,

@@ -17,6 +17,7 @@ class Library(NamedTuple):
     context_create: Callable[..., int]
     context_destroy: Callable[[int], None]
     context_choose_multicast: Callable[[int, int, int], None]
+    context_expired_waits: Callable[[int], int]
     allreduce: Callable[..., None]
     allreduce_quantized: Callable[..., None]
     archs: tuple[int, ...]
@@ -44,6 +45,7 @@ def load() -> Library:
         module.elastic_context_create,
         module.elastic_context_destroy,
         module.elastic_context_choose_multicast,
+        module.elastic_context_expired_waits,
         module.elastic_allreduce,
         module.elastic_allreduce_quantized,
         tuple(info["archs"]),

@@ -25,9 +25,6 @@ _SENTINEL = -(2**31)
 _ROTATION_BYTES = ALIGNMENT
 """Behind the buffers: which of them is in use (``arguments.h``, ``Rotation``)."""
 
-_EXPIRED_OFFSET = 8
-"""In the rotation: how many waits have timed out."""
-
 _ALL_CLASSES = (1 << LAST_CLASS + 1) - 1
 
 
@@ -102,6 +99,7 @@ class NativeEngine:
             self._allreduce_quantized = functions.allreduce_quantized
             self._destroy = functions.context_destroy
             self._choose_multicast = functions.context_choose_multicast
+            self._expired_waits = functions.context_expired_waits
 
             create = functools.partial(
                 functions.context_create,
@@ -227,7 +225,8 @@ class NativeEngine:
 
     def expired_waits(self) -> int:
         """Return how many waits have timed out on this rank since its buffers were initialised."""
-        return int(self._view(self._state_offset + _EXPIRED_OFFSET, 4, "<i4")[0])
+        assert self._context is not None
+        return self._expired_waits(self._context)
 
     def choose_multicast(self, classes: SizeClasses) -> None:
         """Send launches of these size classes by multicast from now on; local, alike on all ranks.
