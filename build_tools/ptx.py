@@ -63,7 +63,7 @@ def kernels(ptx: str) -> dict[str, tuple[Instruction, ...]]:
     Parameters
     ----------
     ptx : str
-        As ``nvcc -ptx`` writes it: one instruction a line, bodies in braces of their own.
+        As ``nvcc -ptx`` writes it: one instruction a line.
 
     Returns
     -------
@@ -72,9 +72,8 @@ def kernels(ptx: str) -> dict[str, tuple[Instruction, ...]]:
     """
     found = {}
     for match in _ENTRY.finditer(ptx):
-        start = ptx.index("\n{", match.end())
-        body = ptx[start : ptx.index("\n}", start)]
-        found[match[1]] = tuple(_instructions(body))
+        start = ptx.index("\n{", match.end()) + 1
+        found[match[1]] = tuple(_instructions(ptx[start : _closing_brace(ptx, start)]))
     return found
 
 
@@ -83,7 +82,8 @@ def uses_of_parameter(body: Sequence[Instruction], offset: int) -> Uses:
 
     Everything that is computed from a followed register is followed too, so a use may be reported
     that is none; a use is missed only where the value goes through memory or a call, and then it is
-    in ``escaped``. Loads of parameters at a place that is computed are taken to be of others.
+    in ``escaped``. Loads of parameters at a place that is computed are taken to be of others, and
+    registers that a block of inline assembly declares for itself are not followed.
     """
     places = _parameter_addresses(body)
     followed: set[str] = set()
@@ -115,6 +115,16 @@ def uses_of_parameter(body: Sequence[Instruction], offset: int) -> Uses:
             if one.opcode.startswith(stores) and not followed.isdisjoint(one.sources)
         ),
     )
+
+
+def _closing_brace(text: str, start: int) -> int:
+    """Find the brace that closes the one at ``start``; inline assembly has blocks of its own."""
+    depth = 0
+    for match in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError("a body of PTX does not end")
 
 
 def _parameter_addresses(body: Sequence[Instruction]) -> dict[str, int]:

@@ -130,6 +130,7 @@ MULTIMEM = (
         (f"if (a.index > 3) {{ {MULTIMEM} }} else {{ {ORDINARY} }}", None, False),
         ("if (a.index & 1) place = a.other; " + ORDINARY, {"st.u32"}, False),
         ("atomicAdd(reinterpret_cast<unsigned*>(place), 1u);", {"atom.add.u32"}, False),
+        ('asm volatile("{\\n.reg .b32 r;\\nmov.b32 r, 1;\\n}"); ' + ORDINARY, {"st.u32"}, False),
         ("a_global = place;", set(), True),
         ("*reinterpret_cast<unsigned long long*>(a.other) = 1;", set(), False),
     ],
