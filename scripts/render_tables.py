@@ -9,6 +9,8 @@ A region lies between two comments, ``<!-- begin: NAME -->`` and ``<!-- end: NAM
 * ``comparison`` - from benchmarks/results/*.json, the measurements that compare with other
   implementations, CUDA-graph replays only;
 * ``measurements`` - everything in those files;
+* ``limits`` - this wheel's graph times as multiples of the limit;
+* ``host`` - the host's time of an eager call;
 * ``sizing`` - the sizing rule, applied to what vLLM reports.
 """
 
@@ -132,6 +134,40 @@ def measurements(root: Path) -> str:
     return _measurements(root, "../", lambda *_: True)
 
 
+def limits(root: Path) -> str:
+    """Return this wheel's graph times as multiples of the limit, a line for each width of rows."""
+    lines: dict[tuple[str, Setting], dict[int, float]] = {}
+    for file in sorted((root / RESULTS).glob("*.json")):
+        for setting, table in load(file)[1].items():
+            ratios = {
+                tokens: times[OURS] / times[LIMIT]
+                for tokens, times in table.items()
+                if setting.mode == "graph" and OURS in times and LIMIT in times
+            }
+            if ratios:
+                lines[file.name, setting] = ratios
+    if not lines:
+        return NOT_MEASURED
+    sizes = sorted({tokens for ratios in lines.values() for tokens in ratios})
+    rows = [
+        [f"{setting.hidden} {setting.dtype}, {setting.world_size} GPUs"]
+        + [f"{ratios[tokens]:.2f}" if tokens in ratios else "-" for tokens in sizes]
+        for (_, setting), ratios in sorted(lines.items())
+    ]
+    return _markdown(["rows of \\ tokens", *map(str, sizes)], rows)
+
+
+def host(root: Path) -> str:
+    """Return the host's time of an eager call, from the outermost layer to the innermost."""
+    rows = [
+        [file.stem, cost["backend"], f"`{cost['layer']}`", f"{cost['median_us']:.1f}"]
+        for file in sorted((root / RESULTS).glob("*.json"))
+        for cost in json.loads(file.read_text()).get("host_cost", [])
+    ]
+    head = ["run", "backend", "call of", "us, median"]
+    return _markdown(head, rows) if rows else NOT_MEASURED
+
+
 def _measurements(root: Path, up: str, wanted: Callable[[Setting, Table], bool]) -> str:
     parts: list[str] = []
     for file in sorted((root / RESULTS).glob("*.json")):
@@ -237,6 +273,8 @@ def _sizes_of(caller: Caller) -> list[str]:
 REGIONS: dict[str, Callable[[Path], str]] = {
     "comparison": comparison,
     "measurements": measurements,
+    "limits": limits,
+    "host": host,
     "sizing": sizes,
 }
 
