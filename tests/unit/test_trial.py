@@ -18,7 +18,14 @@ from flashinfer.elastic.allreduce.size_classes import SizeClasses, size_class
 from flashinfer.elastic.allreduce.strategy import Strategy
 
 sys.path.insert(0, str(Path(__file__).parent))
-from multicast_doubles import Machine, Subject, agreement_of, on_ranks, without_gpu
+from multicast_doubles import (
+    Machine,
+    Subject,
+    agreement_of,
+    current_rank,
+    on_ranks,
+    without_gpu,
+)
 from upstream_on_cpu import Threads
 
 RANKS = 3
@@ -117,7 +124,6 @@ def test_a_wrong_bit_on_one_rank_fails_all(group: Threads) -> None:
 
 def test_the_slowest_rank_decides(group: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multicast is fast on two ranks and slow on one."""
-    from multicast_doubles import current_rank
 
     def stopwatch(launch: Any, _: int) -> Callable[[], float]:
         if launch.func.__name__ == "launch":
@@ -136,12 +142,36 @@ def test_the_middle_of_several_times_counts(
     def stopwatch(launch: Any, _: int) -> Callable[[], float]:
         if launch.func.__name__ == "launch":
             return lambda: 10.0
-        noisy = iter((1000.0, 5.0, 5.0, 5.0, 1000.0))
+        noisy = iter((0.0, 1000.0, 5.0, 5.0, 5.0, 1000.0))  # the first is not counted
         return lambda: next(noisy)
 
     monkeypatch.setattr(trial, "stopwatch", stopwatch)
     results, _ = run(group, Machine(RANKS))
     assert all(result.oneshot and result.twoshot for result in results)
+
+
+def test_nothing_is_timed_where_one_rank_cannot_prepare(
+    group: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the others would wait for it in unicast kernels, for minutes, and trap."""
+    timed: list[int] = []
+
+    def stopwatch(_: Any, __: int) -> Callable[[], float]:
+        rank = current_rank()
+        if rank == 1:
+            raise RuntimeError("out of memory on purpose")
+
+        def replay() -> float:
+            timed.append(rank)
+            return 1.0
+
+        return replay
+
+    monkeypatch.setattr(trial, "stopwatch", stopwatch)
+    results, _ = run(group, Machine(RANKS))
+    assert timed == []
+    assert all(isinstance(result, CollectiveError) for result in results), results
+    assert "rank 1: RuntimeError: out of memory on purpose" in str(results[0])
 
 
 def test_a_buffer_too_small_for_a_trial_says_so(group: Threads) -> None:

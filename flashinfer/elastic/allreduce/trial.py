@@ -223,21 +223,33 @@ def _time(
     timed = timed_classes(buffer_bytes, agreement.world_size)
     if not timed:
         return []
-    largest = max(_timed_shape(one).tokens for _, one in timed)
 
-    def measure() -> list[list[float]]:
-        shape = (largest, _timed_hidden())
+    def prepare() -> _Stopwatches:
+        shape = (max(_timed_shape(one).tokens for _, one in timed), _timed_hidden())
         rows = torch.zeros(shape, dtype=_TIMED_TYPE, device=device)
         sums = torch.empty_like(rows)
-        times = []
+        pairs = []
         for strategy, one in timed:
             tokens = _timed_shape(one).tokens
             call = Call(rows[:tokens], sums[:tokens], dependent_launch=True)
             launches = max(1, min(_MOST_LAUNCHES, _ROUND_BYTES >> one))
-            pair = [
-                stopwatch(functools.partial(launch, call, 0, tokens, strategy), launches)
-                for launch in (subject.launch, subject.launch_trial)
-            ]
+            pairs.append(
+                [
+                    stopwatch(functools.partial(launch, call, 0, tokens, strategy), launches)
+                    for launch in (subject.launch, subject.launch_trial)
+                ]
+            )
+        return _Stopwatches(rows, sums, pairs)
+
+    # All that one rank may lack the memory for comes before any rank waits for it: unicast waits
+    # are long, and trap.
+    watches = agreement.attempt("preparing to time multicast", prepare)
+
+    def measure() -> list[list[float]]:
+        times = []
+        for pair in watches.pairs:
+            for replay in pair:
+                replay()
             rounds = [[replay() for replay in pair] for _ in range(_ROUNDS)]
             times.append([statistics.median(column) for column in zip(*rounds, strict=True)])
         _require_no_expired_wait(subject)
@@ -246,16 +258,24 @@ def _time(
     return agreement.attempt("timing multicast", measure)
 
 
+class _Stopwatches(NamedTuple):
+    """What times unicast and multicast, for each timed class, and the tensors of their graphs."""
+
+    rows: torch.Tensor
+    sums: torch.Tensor
+    pairs: list[list[Callable[[], float]]]
+
+
 def stopwatch(launch: Callable[[], None], launches: int) -> Callable[[], float]:
     """Return what times launches, in a graph, so that it is the device's time and not the host's.
+
+    Launches nothing yet.
 
     Returns
     -------
     callable
         Runs the graph and returns the milliseconds of one launch.
     """
-    launch()
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Other threads of this process may do what a capture forbids in its own thread only.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -271,7 +291,6 @@ def stopwatch(launch: Callable[[], None], launches: int) -> Callable[[], float]:
         end.synchronize()
         return float(start.elapsed_time(end)) / launches
 
-    replay()
     return replay
 
 
