@@ -296,3 +296,23 @@ def test_other_threads_hold_nothing() -> None:
         with pytest.raises(KeyboardInterrupt):
             interrupts.deliver()
     assert len(seen) == 1 and seen[0] is not handler
+
+
+def test_where_no_handler_can_be_installed_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a subinterpreter, whose main thread Python lets install none."""
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            with interrupts.held():
+                outcome.append("done")
+        except BaseException as error:
+            outcome.append(error)
+
+    handler = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=work)
+    monkeypatch.setattr(interrupts.threading, "main_thread", lambda: thread)
+    thread.start()
+    thread.join()
+    assert outcome == ["done"]
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -32,7 +32,10 @@ class _Holder:
             # Not one that is ignored, left to the system or installed from outside of Python.
             if callable(handler):
                 self._handlers[number] = handler
-                signal.signal(number, self._handle)
+                try:
+                    signal.signal(number, self._handle)
+                except ValueError:  # a subinterpreter: its handlers never run
+                    return
 
     def remove(self) -> None:
         try:
