@@ -124,3 +124,17 @@ def test_outputs_that_only_a_copy_would_take(
     rows = torch.ones(1, 64, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="output must be like input"):
         torch.compile(layer, backend="eager", fullgraph=True)(rows)
+
+
+def test_outputs_that_are_one_tensor(entry_points: dict[str, Callable[..., Any]]) -> None:
+    """As in an eager call, where the launch refuses them; two copies would hide it."""
+    workspace = TwoEqualRanks()
+
+    def layer(x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor) -> None:
+        fused = entry_points["trtllm_mnnvl_fused_allreduce_add_rmsnorm"]
+        fused(x, residual, gamma, workspace, 1e-6, output=x, residual_out=x)
+
+    with pytest.raises(Exception, match="output and residual_out must be different tensors"):
+        torch.compile(layer, backend="eager", fullgraph=True)(
+            torch.ones(3, 8), torch.ones(3, 8), torch.ones(8)
+        )

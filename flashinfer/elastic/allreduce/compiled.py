@@ -42,6 +42,8 @@ def allreduce(number: int, requested: Strategy | None, call: Call) -> None:
                 f"{name} must be like input, {call.input.dtype} {tuple(call.input.shape)}, "
                 f"got {tensor.dtype} {tuple(tensor.shape)}"
             )
+    if call.output is not None and call.output is call.residual_out:
+        raise ValueError("output and residual_out must be different tensors")
     strategy = _AUTO if requested is None else int(requested)
     if call.gamma is None:
         output = _allreduce(number, strategy, call.input, call.dependent_launch)
