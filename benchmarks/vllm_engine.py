@@ -6,7 +6,7 @@
 An offline engine per mode, tensor parallel over two GPUs, with a randomly initialised Llama and
 greedy decoding. The engines start together, each in a process of its own; then they generate in
 turn, one at a time, round after round. Prints a table and writes a JSON file. Exits with 0 only if
-every mode started, generated in time, and gave the tokens of fusion off.
+every mode started, generated in time, and gave the tokens of fusion off in every round.
 
 In mode ``mnnvl`` FlashInfer's just-in-time compiler is switched off: nothing there needs it. vLLM
 also asks for a trtllm workspace for its quantised patterns; that one is refused then, with a
@@ -40,7 +40,7 @@ RANKS = 2
 CAPTURED = (1, 2, 4, 8, 16, 24, 32, 40, 64)
 COMMUNICATION_MODULES = ("trtllm_comm", "vllm_comm", "mnnvl")
 """Parts of the names under which FlashInfer compiles its all-reduce kernels."""
-
+OUR_LIBRARY = "libflashinfer_elastic.so"
 
 PATHS = ("jit_cache", "logs", "out")
 
@@ -218,8 +218,13 @@ def judge(result: dict[str, Any], prompts: int) -> list[str]:
         same = found.get("prompts_as_off", prompts)
         if same != prompts:
             wrong.append(f"{mode}: {prompts - same} of {prompts} prompts differ from fusion off")
+        if not found.get("repeats_itself", True):
+            wrong.append(f"{mode}: a later round gave other tokens than the first")
         backend = MODES[mode]
-        for worker in found.get("workers", ()):
+        workers = found.get("workers", ())
+        if "error" not in found and len(workers) != RANKS:
+            wrong.append(f"{mode}: {len(workers)} workers answered, not {RANKS}")
+        for worker in workers:
             where = f"{mode}, rank {worker['rank']}"
             workspace = worker["workspace"] or {"backend": None}
             if workspace["backend"] != backend:
@@ -231,6 +236,8 @@ def judge(result: dict[str, Any], prompts: int) -> list[str]:
             ]
             if mode == "mnnvl" and compiled:
                 wrong.append(f"{where}: loaded upstream's {', '.join(compiled)}")
+            if mode == "mnnvl" and OUR_LIBRARY not in worker["libraries"]:
+                wrong.append(f"{where}: did not load {OUR_LIBRARY}")
     return wrong
 
 
@@ -283,6 +290,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line asks for; return the exit code."""
     options = parse(arguments)
+    # So that the engines, which have sessions of their own, are ended with this process.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="vllm-engine-") as folder:
         if options.logs is None:
             options.logs = Path(tempfile.mkdtemp(prefix="vllm-engine-logs-"))
