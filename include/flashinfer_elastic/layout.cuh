@@ -33,7 +33,6 @@ FE_SHARED constexpr uint64_t one_shot_slots(uint32_t tokens, uint32_t ranks) {
 
 // Two-shot: token t is summed by rank t % ranks, which keeps the contributions to its own tokens;
 // behind them every rank keeps the sums of all tokens.
-FE_SHARED constexpr uint32_t owner_of(uint32_t token, uint32_t ranks) { return token % ranks; }
 FE_SHARED constexpr uint64_t contribution_slot(uint32_t token, uint32_t source, uint32_t ranks) {
   return static_cast<uint64_t>(token / ranks) * ranks + source;
 }

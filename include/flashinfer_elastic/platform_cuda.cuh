@@ -231,12 +231,6 @@ FE_DEVICE float float_of_half(uint16_t bits) {
   return value;
 }
 
-FE_DEVICE uint16_t half_of_float(float value) {
-  uint16_t bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-
 // Sums of pairs, each rounded once to its 16 bits; subnormals included. NaNs become 0x7fff.
 FE_DEVICE uint32_t half2_add(uint32_t a, uint32_t b) {
   uint32_t sum;
