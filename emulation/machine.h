@@ -38,6 +38,7 @@ struct Warp {
   Thread* waiting;
   uint64_t sleeps_until;  // scheduler's turns, see there
   float exchanged[2][32];
+  char tags[2];
 };
 
 struct Block {
@@ -81,6 +82,7 @@ inline const Thread& this_thread() { return *running_thread; }
 void sync_block();
 void cluster_arrive();
 void cluster_wait();
+void sync_warp();
 float shuffle_xor(float value, uint32_t mask);
 
 // The place, `bytes` long, that `mine` of this block is in block `block` of the cluster.

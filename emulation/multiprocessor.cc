@@ -467,6 +467,14 @@ void cluster_wait() {
   t.multiprocessor->wait(t.cluster->barrier, t.arrived_phase);
 }
 
+void sync_warp() {
+  Warp& warp = *self().warp;
+  char* tag = &warp.tags[warp.phase & 1];
+  sanitizer::release(tag);
+  self().multiprocessor->exchange(warp, 0.0f, 0);
+  sanitizer::acquire(tag);
+}
+
 float shuffle_xor(float value, uint32_t mask) {
   return self().multiprocessor->exchange(*self().warp, value, mask);
 }

@@ -38,6 +38,7 @@ inline void settle(uint64_t, uint64_t = 0, uint64_t = 0) {}
 inline void sync_block() { emulation::sync_block(); }
 inline void cluster_arrive() { emulation::cluster_arrive(); }
 inline void cluster_wait() { emulation::cluster_wait(); }
+inline void sync_warp() { emulation::sync_warp(); }
 inline float shuffle_xor(float value, uint32_t mask) { return emulation::shuffle_xor(value, mask); }
 
 // ---- shared memory: plain accesses, so that ThreadSanitizer sees who races for it ----

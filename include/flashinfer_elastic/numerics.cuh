@@ -152,6 +152,8 @@ FE_DEVICE float reduce_partials(hw::SharedPlace partials, uint32_t count, Combin
   for (uint32_t mask = 1; mask < 8; mask <<= 1) {
     result = combine(result, hw::shuffle_xor(result, mask));
   }
+  // The list is read before any lane says so to others by what it publishes next.
+  hw::sync_warp();
   return result;
 }
 

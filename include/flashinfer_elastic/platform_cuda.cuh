@@ -47,6 +47,9 @@ FE_DEVICE void cluster_arrive() {
 }
 FE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
+// Orders what the lanes of a warp did to memory, which a shuffle does not. All 32 take part.
+FE_DEVICE void sync_warp() { __syncwarp(); }
+
 // All 32 lanes take part.
 FE_DEVICE float shuffle_xor(float value, uint32_t mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
