@@ -35,7 +35,16 @@ install --group test
 say "build the CPU emulation"
 "${VENV}/bin/python" emulation/build.py
 
-suites=(tests/unit tests/contract tests/consumers tests/emulation)
-if has_gpu; then suites+=(tests/gpu); fi
-say "test ${suites[*]}"
-"${VENV}/bin/python" -m pytest "${suites[@]}" "$@"
+# Arguments may leave nothing to run of a suite.
+run_tests() {
+  say "test $*"
+  "${VENV}/bin/python" -m pytest "$@" "${arguments[@]}" || [[ $? == 5 && ${#arguments[@]} -gt 0 ]]
+}
+arguments=("$@")
+
+# A file's tests share what is expensive to make, so a file is not split.
+run_tests --numprocesses auto --maxprocesses 8 --dist loadfile \
+  tests/unit tests/contract tests/emulation
+# One at a time, because they use all GPUs, where there are GPUs.
+run_tests tests/consumers
+if has_gpu; then run_tests tests/gpu; fi
