@@ -102,6 +102,22 @@ def test_outputs_may_be_the_input_and_the_residual(
     torch.testing.assert_close(residual, residual_out)
 
 
+def test_a_rank_that_does_not_read_the_result_takes_part(
+    entry_points: dict[str, Callable[..., Any]],
+) -> None:
+    """Others may read theirs, and would wait for it."""
+    workspace = TwoEqualRanks()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        entry_points["trtllm_mnnvl_allreduce"](x, workspace, True)
+        entry_points["trtllm_mnnvl_fused_allreduce_add_rmsnorm"](x, x, x[0], workspace, 1e-6)
+        return x + 1
+
+    layer(torch.randn(3, 8))
+    assert workspace.requested == [None, None]
+
+
 def test_a_workspace_that_is_gone_is_named_as_the_reason() -> None:
     number = compiled.enroll(TwoEqualRanks())
     x = torch.randn(2, 8)

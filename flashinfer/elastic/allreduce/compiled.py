@@ -14,6 +14,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.fx.node
 
 from .engines import Call, Quantization
 from .strategy import Strategy
@@ -192,6 +193,12 @@ def _(
     scale_in_memory: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _norm_if_kept(input, keeps_norm), _like(input)
+
+
+# A rank on which nothing reads a result has to take part all the same: as torch does for its own
+# collectives, keep compilers from dropping the call as dead code.
+for _operator in (_allreduce, _allreduce_add_rmsnorm, _allreduce_add_rmsnorm_quant):
+    torch.fx.node.has_side_effect(_operator._opoverload)
 
 
 def _norm_if_kept(input: torch.Tensor, keeps_norm: bool) -> torch.Tensor:
