@@ -10,8 +10,9 @@ every mode started, generated in time, and gave the tokens of fusion off in ever
 
 In mode ``mnnvl`` FlashInfer's just-in-time compiler is switched off: nothing there needs it. vLLM
 also asks for a trtllm workspace for its quantised patterns; that one is refused then, with a
-warning of vLLM's. In mode ``trtllm`` the compiler runs, for minutes, unless ``--jit-cache`` names a
-folder that holds a ``flashinfer_jit_cache`` package.
+warning of vLLM's. Multicast is tried only where ``FLASHINFER_MNNVL_MULTICAST`` is set. In mode
+``trtllm`` the compiler runs, for minutes, unless ``--jit-cache`` names a folder that holds a
+``flashinfer_jit_cache`` package.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class Engine:
 
 def _environment(mode: str, folder: Path, jit_cache: Path | None) -> dict[str, str]:
     """Return an engine's environment: caches of its own, and nothing that asks a network."""
-    found = dict(os.environ)
+    # Multicast of ours only where it is asked for; vLLM's own, below, never.
+    found = {"FLASHINFER_MNNVL_MULTICAST": "0"} | os.environ
     found |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
