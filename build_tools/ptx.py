@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
     address : tuple of (str, int) or None
         Register or symbol in brackets, and the offset from it in bytes.
     text : str
-        As written.
+        As written, without its predicate.
     """
 
     opcode: str
@@ -63,7 +63,7 @@ def kernels(ptx: str) -> dict[str, tuple[Instruction, ...]]:
     Parameters
     ----------
     ptx : str
-        As ``nvcc -ptx`` writes it: one instruction a line.
+        As ``nvcc -ptx`` writes it.
 
     Returns
     -------
@@ -140,13 +140,13 @@ def _parameter_addresses(body: Sequence[Instruction]) -> dict[str, int]:
             if one.address is not None and one.address[0].endswith("_param_0"):
                 places[one.address[0]] = 0
             if one.opcode in _MOVES:
-                source = one.text.rstrip(";").split()[-1]
+                source = one.text.split()[-1]
                 if source.endswith("_param_0"):
                     places[one.results[0]] = 0
                 elif source in places:
                     places[one.results[0]] = places[source]
             elif one.opcode in _ADDS and len(one.sources) == 1 and one.sources[0] in places:
-                constant = int(one.text.rstrip(";").split(",")[-1])
+                constant = int(one.text.split(",")[-1])
                 places[one.results[0]] = places[one.sources[0]] + constant
     return places
 
@@ -159,9 +159,10 @@ def _element_bytes(opcode: str) -> int:
 
 
 def _instructions(body: str) -> Iterator[Instruction]:
-    for line in body.splitlines():
-        text = re.sub(r"^@!?%p\d+\s+", "", line.split("//")[0].strip())
-        match = re.match(r"([a-z][\w.:]*)\s+(.*);$", text)
+    # Inline assembly may have several on one line, in braces, and predicates of its own naming.
+    for statement in re.sub(r"//.*", "", body).split(";"):
+        text = re.sub(r"^@!?%?\w+\s+", "", re.sub(r"^([{}\s]|[\w$]+:)*", "", statement).strip())
+        match = re.match(r"([a-z][\w.:]*)\s+(.*)$", text, re.DOTALL)
         if match is None:
             continue
         opcode, operands = match[1], match[2]

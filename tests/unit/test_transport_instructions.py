@@ -120,6 +120,10 @@ ORDINARY = "*reinterpret_cast<unsigned*>(place) = 1;"
 MULTIMEM = (
     'asm volatile("multimem.st.global.v4.f32 [%0], {%1, %1, %1, %1};" :: "l"(place), "f"(1.f));'
 )
+GUARDED = (
+    'asm volatile("{ .reg .pred p; setp.ne.u64 p, %0, 0; @p st.global.u32 [%0], 1; }"'
+    ' :: "l"(place));'
+)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,7 @@ MULTIMEM = (
         ("if (a.index & 1) place = a.other; " + ORDINARY, {"st.u32"}, False),
         ("atomicAdd(reinterpret_cast<unsigned*>(place), 1u);", {"atom.add.u32"}, False),
         ('asm volatile("{\\n.reg .b32 r;\\nmov.b32 r, 1;\\n}"); ' + ORDINARY, {"st.u32"}, False),
+        (GUARDED, {"st.u32"}, False),
         ("a_global = place;", set(), True),
         ("*reinterpret_cast<unsigned long long*>(a.other) = 1;", set(), False),
     ],
