@@ -197,8 +197,8 @@ def _(
 
 # A rank on which nothing reads a result has to take part all the same: as torch does for its own
 # collectives, keep compilers from dropping the call as dead code.
-for _operator in (_allreduce, _allreduce_add_rmsnorm, _allreduce_add_rmsnorm_quant):
-    torch.fx.node.has_side_effect(_operator._opoverload)
+for _name in ("allreduce", "allreduce_add_rmsnorm", "allreduce_add_rmsnorm_quant"):
+    torch.fx.node.has_side_effect(getattr(torch.ops.flashinfer_elastic, _name).default)
 
 
 def _norm_if_kept(input: torch.Tensor, keeps_norm: bool) -> torch.Tensor:
