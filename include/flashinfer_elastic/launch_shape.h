@@ -56,7 +56,7 @@ inline LaunchShape launch_shape(Strategy strategy, uint32_t tokens, uint32_t hid
   // the blocks of a pair do not fill clusters, a group may have cluster - 1 places left over.
   uint32_t per_multiprocessor = kResidentThreads / threads;
   uint32_t blocks = multiprocessors * per_multiprocessor;
-  uint32_t lost = cluster > 2 * per_multiprocessor ? 8 * (cluster - 1) : 0;
+  uint32_t lost = 2 * per_multiprocessor % cluster != 0 ? 8 * (cluster - 1) : 0;
   uint32_t resident = blocks > lost ? (blocks - lost) / cluster : 0;
   if (resident == 0) resident = 1;
   return {cluster, units < resident ? units : resident, threads};

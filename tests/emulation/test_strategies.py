@@ -136,6 +136,26 @@ def test_as_many_multiprocessors_as_a_device(machine: ModuleType, strategy: str)
         prepared.check(shape)
 
 
+@pytest.mark.parametrize("multiprocessors", [78, 114, 132, 148])
+def test_all_clusters_of_a_grid_fit_on_a_device_at_once(
+    machine: ModuleType, multiprocessors: int
+) -> None:
+    """However its pairs of multiprocessors are split into up to eight groups."""
+    shapes = {
+        machine.launch_shape(getattr(machine.Strategy, strategy), tokens, hidden, 2, count)
+        for strategy, tokens, hidden, count in product(
+            STRATEGIES, (1, 5, 33, 99, 4096), range(64, 36000, 64), [multiprocessors]
+        )
+    }
+    rng = np.random.default_rng(multiprocessors)
+    pairs = multiprocessors // 2
+    splits = [np.diff([0, *sorted(rng.integers(0, pairs + 1, 7)), pairs]) * 2 for _ in range(100)]
+    for cluster, clusters, threads in shapes:
+        per_multiprocessor = 1024 // threads  # at 64 registers a thread
+        fitting = min(int((split * per_multiprocessor // cluster).sum()) for split in splits)
+        assert clusters <= fitting, (cluster, clusters, threads, fitting)
+
+
 def test_no_tokens_is_no_launch(machine: ModuleType) -> None:
     rng = np.random.default_rng(8)
     group = machine.Group(2, 4096)
