@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flashinfer.elastic.allreduce import settings
 from flashinfer.elastic.allreduce.strategy import Step, Strategy
 from flashinfer.elastic.doctor.reproduce import gpus, report, upstream
 from flashinfer.elastic.doctor.reproduce.case import EPSILON, Case, Data, Run, make_data
@@ -242,3 +244,24 @@ def test_the_script(repository: Path) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "insufficient for the given problem size" in done.stdout
     assert "4,128,768    one-shot, 1 launch" in done.stdout
+
+
+def test_ranks_on_gpus_leave_multicast_alone_unless_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``scripts/build.sh`` ends with such a run, on whatever machine it is."""
+
+    def stop(_: int) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "set_device", stop)
+    for given, expected in ((None, "0"), ("1", "1")):
+        with monkeypatch.context() as patch:
+            # Set first, so that what the rank sets is undone.
+            patch.setenv(settings.TIMEOUT_S, "60")
+            patch.setenv(settings.MULTICAST, given or "")
+            if given is None:
+                patch.delenv(settings.MULTICAST)
+            with pytest.raises(InterruptedError):
+                gpus._rank_main(0, SMALL, (), "")
+            assert os.environ[settings.MULTICAST] == expected

@@ -82,6 +82,8 @@ def run(case: Case, data: Data, buffers: Sequence[int]) -> list[Run]:
 def _rank_main(rank: int, case: Case, buffers: tuple[int, ...], folder: str) -> None:
     """Be one rank: take the data from a folder, and leave the results there."""
     os.environ.setdefault(settings.TIMEOUT_S, str(_TIMEOUT_S))
+    # Multicast proves nothing here, and trying it asks more of a machine than a build may.
+    os.environ.setdefault(settings.MULTICAST, "0")
     import torch.distributed as dist
 
     torch.cuda.set_device(rank)
