@@ -27,46 +27,24 @@ Kernel kernel_over(Variant variant) {
                        : run_kernel<Algorithm, T, 0, Transport<0>, false, false>;
 }
 
-template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T>
-Kernel unicast_kernel(uint32_t ranks, Variant variant) {
-  switch (ranks) {
-    case 2:
-      return kernel_over<Algorithm, T, Unicast, 2>(variant);
-    case 3:
-      return kernel_over<Algorithm, T, Unicast, 3>(variant);
-    case 4:
-      return kernel_over<Algorithm, T, Unicast, 4>(variant);
-    case 5:
-      return kernel_over<Algorithm, T, Unicast, 5>(variant);
-    case 6:
-      return kernel_over<Algorithm, T, Unicast, 6>(variant);
-    case 7:
-      return kernel_over<Algorithm, T, Unicast, 7>(variant);
-    case 8:
-      return kernel_over<Algorithm, T, Unicast, 8>(variant);
-    default:
-      return kernel_over<Algorithm, T, Unicast, 0>(variant);
-  }
+// Specialised where the group has one of the sizes, else the kernel for any.
+template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T,
+          template <uint32_t> class Transport, uint32_t... kSizes>
+Kernel kernel_of(uint32_t ranks, Variant variant) {
+  Kernel kernel = kernel_over<Algorithm, T, Transport, 0>(variant);
+  ((ranks == kSizes
+        ? static_cast<void>(kernel = kernel_over<Algorithm, T, Transport, kSizes>(variant))
+        : static_cast<void>(0)),
+   ...);
+  return kernel;
 }
 
-// One store serves a group of any size, so only the loop over what arrives gains from knowing it:
-// specialised for the sizes that NVLink switches usually join.
-template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T>
-Kernel multicast_kernel(uint32_t ranks, Variant variant) {
-  switch (ranks) {
-    case 4:
-      return kernel_over<Algorithm, T, Multicast, 4>(variant);
-    case 8:
-      return kernel_over<Algorithm, T, Multicast, 8>(variant);
-    default:
-      return kernel_over<Algorithm, T, Multicast, 0>(variant);
-  }
-}
-
+// One multicast store serves a group of any size, so only the loop over what arrives gains from
+// knowing it: specialised for the sizes that NVLink switches usually join.
 template <template <typename, uint32_t, typename, bool, bool> class Algorithm, typename T>
 Kernel kernel_for(uint32_t ranks, Variant variant) {
-  return variant.multicast ? multicast_kernel<Algorithm, T>(ranks, variant)
-                           : unicast_kernel<Algorithm, T>(ranks, variant);
+  return variant.multicast ? kernel_of<Algorithm, T, Multicast, 4, 8>(ranks, variant)
+                           : kernel_of<Algorithm, T, Unicast, 2, 3, 4, 5, 6, 7, 8>(ranks, variant);
 }
 
 }  // namespace flashinfer_elastic

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for directory in (HERE.parent.parent / "emulation", HERE):
+for directory in (HERE.parent.parent / "emulation", HERE.parent / "unit", HERE):
     sys.path.insert(0, str(directory))
 
 

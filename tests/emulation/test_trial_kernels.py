@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from rank_threads import run_threads
 
 torch = pytest.importorskip("torch")
 
@@ -60,20 +61,7 @@ class Machine:
         self.group.run([one])
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
-        results: list[Any] = [None] * self.ranks
-
-        def one(rank: int) -> None:
-            try:
-                results[rank] = work(rank)
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+        return run_threads(self.ranks, work)
 
 
 def _array(rows: Any) -> Any:

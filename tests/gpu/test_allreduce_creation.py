@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from allreduce_cases import PlainBackend, meet, needs_gpus, open_workspace
+from interrupted_backend import InterruptedBackend
 from ranks import run_ranks
 from test_allreduce_lifetime import check_works, footprint, free_bytes, open_small, stages, warm_up
 
@@ -52,22 +53,8 @@ def group_stays_usable(rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
 # Interrupts
 
 
-class Interrupted(PlainBackend):
+class Interrupted(InterruptedBackend, PlainBackend):
     """Interrupts this process around one of its collectives."""
-
-    def __init__(self, at: int, *, after: bool) -> None:
-        super().__init__()
-        self.left = at
-        self.after = after
-
-    def allgather(self, data: bytes) -> list[bytes]:
-        self.left -= 1
-        if self.left == 0 and not self.after:
-            os.kill(os.getpid(), signal.SIGINT)
-        gathered = super().allgather(data)
-        if self.left == 0 and self.after:
-            os.kill(os.getpid(), signal.SIGINT)
-        return gathered
 
 
 def open_with(backend: Any, rank: int, ranks: int) -> Any:

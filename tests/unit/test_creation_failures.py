@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 from creation_double import Node
 from driver_double import Status
+from interrupted_backend import InterruptedBackend
 from ranks import RankError, run_ranks
 
 RANKS = 3
@@ -187,21 +188,8 @@ def interrupt_at_call(node: Node, patch: pytest.MonkeyPatch, name: str) -> None:
     patch.setattr(api, name, call)
 
 
-class Interrupted(Gloo):
+class Interrupted(InterruptedBackend, Gloo):
     """Interrupts this process around one of its collectives."""
-
-    def __init__(self, at: int, *, after: bool) -> None:
-        self.left = at
-        self.after = after
-
-    def allgather(self, data: bytes) -> list[bytes]:
-        self.left -= 1
-        if self.left == 0 and not self.after:
-            os.kill(os.getpid(), signal.SIGINT)
-        gathered = super().allgather(data)
-        if self.left == 0 and self.after:
-            os.kill(os.getpid(), signal.SIGINT)
-        return gathered
 
 
 INTERRUPTED_CALLS = (

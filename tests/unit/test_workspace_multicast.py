@@ -365,27 +365,25 @@ def break_address(memory: TorchMemory, fake: FakeLibrary, patch: pytest.MonkeyPa
     memory.multicast = 0
 
 
-def break_context(memory: TorchMemory, fake: FakeLibrary, patch: pytest.MonkeyPatch) -> None:
-    """Where the context has a multicast address."""
+def break_creation(fake: FakeLibrary, patch: pytest.MonkeyPatch, argument: int) -> None:
+    """Make rank 1 unable to create the contexts for which an argument is true."""
     original = fake.functions.context_create
 
     def create(*arguments: Any) -> int:
-        if arguments[2] and current_rank() == 1:
+        if arguments[argument] and current_rank() == 1:
             raise RuntimeError("broken on purpose")
         return int(original(*arguments))
 
     patch.setattr(native.library, "load", lambda: fake.functions._replace(context_create=create))
+
+
+def break_context(memory: TorchMemory, fake: FakeLibrary, patch: pytest.MonkeyPatch) -> None:
+    """Where the context has a multicast address."""
+    break_creation(fake, patch, 2)
 
 
 def break_trial_context(memory: TorchMemory, fake: FakeLibrary, patch: pytest.MonkeyPatch) -> None:
-    original = fake.functions.context_create
-
-    def create(*arguments: Any) -> int:
-        if arguments[6] and current_rank() == 1:
-            raise RuntimeError("broken on purpose")
-        return int(original(*arguments))
-
-    patch.setattr(native.library, "load", lambda: fake.functions._replace(context_create=create))
+    break_creation(fake, patch, 6)
 
 
 def break_trial(memory: TorchMemory, fake: FakeLibrary, patch: pytest.MonkeyPatch) -> None:

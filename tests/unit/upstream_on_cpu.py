@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import run_threads
 
 from flashinfer.elastic.allreduce import ops
 from flashinfer.elastic.allreduce import workspace as our_workspace
@@ -257,20 +258,7 @@ class Threads:
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Call ``work(rank)`` on all ranks; return results, or what was raised, by rank."""
-        results: list[Any] = [None] * self.ranks
-
-        def one(rank: int) -> None:
-            try:
-                results[rank] = work(rank)
-            except BaseException as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+        return run_threads(self.ranks, work)
 
 
 # Our engine

@@ -64,17 +64,8 @@ def allreduce(number: int, requested: Strategy | None, call: Call) -> None:
         if call.quantization is None:
             output, residual_out = _allreduce_add_rmsnorm(*norm)
         else:
-            recipe, layout, values, scales, scale = call.quantization
-            in_memory = isinstance(scale, torch.Tensor)
             output, residual_out = _allreduce_add_rmsnorm_quant(
-                *norm,
-                call.output is not None,
-                int(recipe),
-                int(layout),
-                values,
-                scales,
-                1.0 if in_memory or scale is None else scale,
-                scale if in_memory else None,
+                *norm, call.output is not None, *call.quantization.arguments()
             )
         call.residual_out.copy_(residual_out)
     if call.output is not None:
@@ -123,14 +114,7 @@ def _allreduce_add_rmsnorm(
 
 @_allreduce_add_rmsnorm.register_fake
 def _(
-    number: int,
-    strategy: int,
-    input: torch.Tensor,
-    residual_in: torch.Tensor,
-    gamma: torch.Tensor,
-    epsilon: float,
-    weight_bias: float,
-    dependent_launch: bool,
+    number: int, strategy: int, input: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _like(input), _like(input)
 
@@ -185,12 +169,7 @@ def _(
     weight_bias: float,
     dependent_launch: bool,
     keeps_norm: bool,
-    recipe: int,
-    layout: int,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    scale: float,
-    scale_in_memory: torch.Tensor | None,
+    *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _norm_if_kept(input, keeps_norm), _like(input)
 

@@ -32,6 +32,20 @@ class Quantization(NamedTuple):
     scales: torch.Tensor | None
     scale: torch.Tensor | float | None
 
+    def arguments(
+        self,
+    ) -> tuple[int, int, torch.Tensor, torch.Tensor | None, float, torch.Tensor | None]:
+        """Return it as functions take it that know no union: a scale by value, and one in memory.
+
+        The first counts only where there is no other.
+        """
+        number, in_memory = 1.0, None
+        if isinstance(self.scale, torch.Tensor):
+            in_memory = self.scale
+        elif self.scale is not None:
+            number = self.scale
+        return int(self.recipe), int(self.layout), self.values, self.scales, number, in_memory
+
 
 class Call(NamedTuple):
     """One all-reduce of all its rows; with ``gamma``, also residual add and RMSNorm.

@@ -165,8 +165,6 @@ class NativeEngine:
     def _launch_quantized(
         self, call: Call, quantization: Quantization, first: int, count: int, strategy: Strategy
     ) -> None:
-        scale = quantization.scale
-        in_memory = isinstance(scale, torch.Tensor)
         self._allreduce_quantized(
             self._context,
             int(strategy),
@@ -180,12 +178,7 @@ class NativeEngine:
             call.gamma,
             call.epsilon,
             call.weight_bias,
-            int(quantization.recipe),
-            int(quantization.layout),
-            quantization.values,
-            quantization.scales,
-            1.0 if in_memory or scale is None else scale,
-            scale if in_memory else None,
+            *quantization.arguments(),
         )
 
     @contextlib.contextmanager
