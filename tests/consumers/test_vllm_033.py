@@ -62,7 +62,7 @@ def _fused(rank: int, ranks: int) -> None:
     with tensor_parallel(rank, ranks, "auto") as group:
         most, sizes = max_tokens(ranks, HIDDEN), table_tokens(ranks, HIDDEN)
         workspace = communicator().get_fi_ar_workspace(
-            ranks, rank, most, HIDDEN, DTYPE, group.device_group
+            ranks, rank, most, HIDDEN, DTYPE, group.cpu_group
         )
         assert workspace is _workspace() and workspace.backend == "mnnvl"
         static = [
