@@ -24,7 +24,9 @@ def write_model(folder: Path, *, hidden: int, layers: int, seed: int = 0) -> Non
 
     The head prefers, for each token, one other of a random permutation, by several standard
     deviations of the other logits. With a head that is all noise, the two best logits of every
-    tenth step are closer than one rounding in bf16, and greedy decoding tells nothing.
+    tenth step are closer than one rounding in bf16, and greedy decoding tells nothing. Nor does it
+    where many layers drown the token in the residual stream: with 24 of them, bf16 and fp32 differ
+    in 4% of the steps. So beyond four layers, each adds less, and all together as much as four.
 
     Parameters
     ----------
@@ -39,6 +41,7 @@ def write_model(folder: Path, *, hidden: int, layers: int, seed: int = 0) -> Non
     from safetensors.torch import save_file
 
     vocabulary, head = 32000, 128
+    branch = min(1.0, (4 / layers) ** 0.5)
     inner = -(-hidden * 8 // 3 // 256) * 256
     heads = hidden // head
     key_value_heads = max(2, heads // 8 * 2) if heads % 8 == 0 else heads
@@ -67,8 +70,8 @@ def write_model(folder: Path, *, hidden: int, layers: int, seed: int = 0) -> Non
     def drawn(*shape: int) -> Any:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
-    def normal(*shape: int) -> Any:
-        return (drawn(*shape) * hidden**-0.5).to(torch.bfloat16).cpu()
+    def normal(*shape: int, scale: float = 1.0) -> Any:
+        return (drawn(*shape) * (scale * hidden**-0.5)).to(torch.bfloat16).cpu()
 
     def ones() -> Any:
         return torch.ones(hidden, dtype=torch.bfloat16)
@@ -89,10 +92,10 @@ def write_model(folder: Path, *, hidden: int, layers: int, seed: int = 0) -> Non
             name + "self_attn.q_proj.weight": normal(hidden, hidden),
             name + "self_attn.k_proj.weight": normal(key_value_heads * head, hidden),
             name + "self_attn.v_proj.weight": normal(key_value_heads * head, hidden),
-            name + "self_attn.o_proj.weight": normal(hidden, hidden),
+            name + "self_attn.o_proj.weight": normal(hidden, hidden, scale=branch),
             name + "mlp.gate_proj.weight": normal(inner, hidden),
             name + "mlp.up_proj.weight": normal(inner, hidden),
-            name + "mlp.down_proj.weight": normal(hidden, inner),
+            name + "mlp.down_proj.weight": normal(hidden, inner, scale=branch),
         }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -43,7 +43,8 @@ COMMUNICATION_MODULES = ("trtllm_comm", "vllm_comm", "mnnvl")
 """Parts of the names under which FlashInfer compiles its all-reduce kernels."""
 OUR_LIBRARY = "libflashinfer_elastic.so"
 
-PATHS = ("jit_cache", "logs", "out")
+COMMAND_LINE_ONLY = ("jit_cache", "logs", "out", "start_limit", "round_limit")
+"""Options that say nothing about the numbers, and stay out of the result file."""
 
 
 class EngineError(RuntimeError):
@@ -280,13 +281,40 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=128, help="generated for each prompt")
     parser.add_argument("--batched-tokens", type=int, default=4096, help="of a forward pass")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=25, help="of a fraction of a second each")
     parser.add_argument("--start-limit", type=float, default=900, metavar="S", help="for all")
     parser.add_argument("--round-limit", type=float, default=120, metavar="S", help="for each")
     parser.add_argument("--jit-cache", type=Path, metavar="DIR", help="for mode trtllm")
     parser.add_argument("--logs", type=Path, help="default: a new temporary folder")
     parser.add_argument("--out", type=Path, help="JSON file; by default none is written")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.out is not None and options.out.is_dir():
+        parser.error(f"argument --out: must name a file, got the folder {options.out}")
+    for name in ("hidden", "layers", "prompts", "tokens", "batched_tokens", "rounds"):
+        if getattr(options, name) < 1:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"argument {flag}: must be positive, got {getattr(options, name)}")
+    if options.hidden % 256:
+        parser.error(f"argument --hidden: must be a multiple of 256, got {options.hidden}")
+    return options
+
+
+def describe(options: argparse.Namespace, result: dict[str, Any], wrong: list[str]) -> Any:
+    """Return what the result file has: where, with what, how, and what came out."""
+    from flashinfer.elastic.doctor.bench import machine
+
+    versions = [found.pop("versions") for found in result.values() if "versions" in found]
+    settings = {
+        name: value for name, value in vars(options).items() if name not in COMMAND_LINE_ONLY
+    }
+    return {
+        "machine": machine.describe(RANKS),
+        "versions": versions[0] if versions else {},
+        "settings": settings,
+        "median_tokens_per_s": speeds(result),
+        "modes": result,
+        "wrong": wrong,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -301,13 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = measure(options, Path(folder))
     wrong = judge(result, options.prompts)
     if options.out is not None:
-        settings = vars(options) | {key: str(getattr(options, key)) for key in PATHS}
-        document = {
-            "settings": settings,
-            "median_tokens_per_s": speeds(result),
-            "modes": result,
-            "wrong": wrong,
-        }
+        document = describe(options, result, wrong)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(document, indent=1) + "\n")
     show(result)

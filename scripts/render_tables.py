@@ -11,6 +11,7 @@ A region lies between two comments, ``<!-- begin: NAME -->`` and ``<!-- end: NAM
 * ``measurements`` - everything in those files;
 * ``limits`` - this wheel's graph times as multiples of the limit;
 * ``host`` - the host's time of an eager call;
+* ``engines`` - from benchmarks/results/engines/*.json, whole vLLM engines;
 * ``sizing`` - the sizing rule, applied to what vLLM reports.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -168,6 +170,61 @@ def host(root: Path) -> str:
     return _markdown(head, rows) if rows else NOT_MEASURED
 
 
+ENGINES = {
+    "off": "fusion off: vLLM's custom all-reduce, then the norm",
+    "trtllm": "fused, FlashInfer's `trtllm`",
+    "mnnvl": "fused, `mnnvl` with this wheel",
+}
+"""Modes of ``benchmarks/vllm_engine.py``, in the order of the table."""
+
+
+def engines(root: Path) -> str:
+    """Return the tokens a second of whole engines, a table for each file."""
+    parts: list[str] = []
+    for file in sorted((root / RESULTS / "engines").glob("*.json")):
+        content = json.loads(file.read_text())
+        settings, versions = content["settings"], content["versions"]
+        parts.append(
+            f"vLLM {versions['vllm']}, FlashInfer {versions['flashinfer-python']}, "
+            f"{content['machine']}; a Llama of {settings['layers']} layers of "
+            f"{settings['hidden']}, {settings['prompts']} prompts at a time, "
+            f"{settings['tokens']} tokens each, {settings['rounds']} rounds in turn:"
+        )
+        parts.append(_engine_table(content["modes"], settings["prompts"]))
+        if not content["modes"].get("off", {}).get("repeats_itself", True):
+            parts.append("Fusion off gave other tokens from round to round: none were compared.")
+    return "\n\n".join(parts) or NOT_MEASURED
+
+
+def _engine_table(modes: dict[str, Any], prompts: int) -> str:
+    off = modes.get("off", {})
+    rows = []
+    for mode, title in ENGINES.items():
+        rates = modes.get(mode, {}).get("tokens_per_s", [])
+        if len(rates) < 2:
+            continue
+        tenths = statistics.quantiles(rates, n=10, method="inclusive")
+        same = modes[mode].get("prompts_as_off") if off.get("repeats_itself") else None
+        rows.append(
+            [
+                title,
+                f"{statistics.median(rates):,.0f}",
+                f"{tenths[0]:,.0f} to {tenths[-1]:,.0f}",
+                _ratio(rates, off.get("tokens_per_s")),
+                _ratio(rates, modes.get("trtllm", {}).get("tokens_per_s")),
+                "-" if same is None else f"{same} of {prompts}",
+            ]
+        )
+    head = ["all-reduce", "tokens/s, median", "10% to 90% of rounds", "against off"]
+    return _markdown([*head, "against trtllm", "prompts with the tokens of off"], rows)
+
+
+def _ratio(rates: list[float], others: list[float] | None) -> str:
+    if not others:
+        return "-"
+    return f"{statistics.median(rates) / statistics.median(others):.2f}"
+
+
 def _measurements(root: Path, up: str, wanted: Callable[[Setting, Table], bool]) -> str:
     parts: list[str] = []
     for file in sorted((root / RESULTS).glob("*.json")):
@@ -275,6 +332,7 @@ REGIONS: dict[str, Callable[[Path], str]] = {
     "measurements": measurements,
     "limits": limits,
     "host": host,
+    "engines": engines,
     "sizing": sizes,
 }
 

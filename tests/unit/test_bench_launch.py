@@ -126,6 +126,12 @@ def test_wrong_options_are_refused(wrong: list[str], capsys: pytest.CaptureFixtu
     assert wrong[0] in capsys.readouterr().err
 
 
+def test_a_folder_is_no_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["--out", str(tmp_path)])
+    assert f"--out: must name a file, got the folder {tmp_path}" in capsys.readouterr().err
+
+
 def test_one_gpu_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--ranks", "1"]) == 1
     assert "two GPUs" in capsys.readouterr().err

@@ -258,6 +258,31 @@ def test_a_plot_beside_the_results_is_shown(tables: ModuleType, recorded: Path) 
     assert "(../benchmarks/results/gpux2.svg)" in tables.measurements(recorded)
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_engines_become_a_table_that_compares_tokens_where_it_can(
+    tables: ModuleType, tmp_path: Path, repeats: bool
+) -> None:
+    folder = tmp_path / "benchmarks" / "results" / "engines"
+    folder.mkdir(parents=True)
+    outcome = {"repeats_itself": repeats, "prompts_as_off": 7}
+    content = {
+        "machine": "2 x GPU",
+        "versions": {"vllm": "1", "flashinfer-python": "2"},
+        "settings": {"layers": 3, "hidden": 256, "prompts": 8, "tokens": 16, "rounds": 3},
+        "modes": {
+            "off": outcome | {"tokens_per_s": [900, 1000, 1100]},
+            "trtllm": outcome | {"tokens_per_s": [1200, 1300, 1250]},
+            "mnnvl": outcome | {"tokens_per_s": [1500, 1400, 1600]},
+        },
+    }
+    (folder / "run.json").write_text(json.dumps(content))
+    text = tables.engines(tmp_path)
+    assert "vLLM 1, FlashInfer 2, 2 x GPU; a Llama of 3 layers of 256, 8 prompts" in text
+    same = "7 of 8" if repeats else "-"
+    assert f"| 1,500 | 1,420 to 1,580 | 1.50 | 1.20 | {same} |" in text
+    assert ("none were compared" in text) is not repeats
+
+
 def test_without_results_no_number_is_shown(tables: ModuleType, tmp_path: Path) -> None:
     text = "a\n<!-- begin: comparison -->\n| 1 | 3.0 |\n<!-- end: comparison -->\nb\n"
     rendered = tables.render(text, tmp_path)

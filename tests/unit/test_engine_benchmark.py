@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import vllm_engine
+
+from flashinfer.elastic.doctor.bench import machine
 
 PROMPTS = 8
 
@@ -67,3 +70,35 @@ def test_each_departure_is_named(changes: dict[str, Any], text: str) -> None:
 def test_a_lost_engine_is_wrong_once() -> None:
     result = {"off": outcome("off"), "mnnvl": {"error": "no answer in time"}}
     assert vllm_engine.judge(result, PROMPTS) == ["mnnvl: no answer in time"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--hidden", "300"], "--hidden: must be a multiple of 256, got 300"),
+        (["--layers", "0"], "--layers: must be positive, got 0"),
+        (["--batched-tokens", "-1"], "--batched-tokens: must be positive, got -1"),
+        (["--out", "/"], "--out: must name a file, got the folder /"),
+    ],
+)
+def test_wrong_options_are_refused_before_an_engine_starts(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        vllm_engine.parse(arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_the_result_file_says_nothing_of_where_it_was_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "describe", lambda ranks: f"{ranks} x GPU")
+    options = vllm_engine.parse(["--out", str(tmp_path / "x"), "--logs", str(tmp_path)])
+    rates = {"tokens_per_s": [3.0, 1.0, 2.0], "versions": {"vllm": "1"}}
+    result = {mode: outcome(mode) | copy.deepcopy(rates) for mode in vllm_engine.MODES}
+    document = vllm_engine.describe(options, result, [])
+    assert document["machine"] == "2 x GPU"
+    assert document["versions"] == {"vllm": "1"}
+    assert document["median_tokens_per_s"]["mnnvl"] == 2.0
+    assert document["settings"]["layers"] == options.layers
+    assert str(tmp_path) not in json.dumps(document)

@@ -48,6 +48,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--from", type=Path, dest="source", metavar="FILE", help="judge and draw a file, no more"
     )
     options = parser.parse_args(arguments)
+    if options.out is not None and options.out.is_dir():
+        parser.error(f"argument --out: must name a file, got the folder {options.out}")
     if options.tokens is None:
         options.tokens = QUICK_TOKENS if options.quick else TOKENS
     return options
