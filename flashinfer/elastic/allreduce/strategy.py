@@ -150,7 +150,8 @@ def auto(tokens: int, hidden: int, element_bytes: int, ranks: int, arch: int) ->
     """Choose the strategy that is expected to be faster.
 
     One-shot takes one hop and sends each row to every rank; two-shot takes two hops and sends
-    ``2 / ranks`` as much. In a group of two that is the same amount, so one-shot is never slower.
+    ``2 / ranks`` as much. In a group of two that is the same amount, and one-shot is the faster
+    or within 3% (``docs/performance.md``).
 
     Parameters
     ----------
