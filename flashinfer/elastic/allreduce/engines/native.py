@@ -194,7 +194,9 @@ class NativeEngine:
             agreement.attempt("creating a launch context for a trial", open_trial)
             yield
         finally:
-            self._close_trial()
+            if self._trial_context is not None:
+                self._destroy(self._trial_context)
+                self._trial_context = None
 
     def launch_trial(self, call: Call, first: int, count: int, strategy: Strategy) -> None:
         """Launch a plain all-reduce over multicast, with waits that end without a trap.
@@ -304,15 +306,9 @@ class NativeEngine:
             A CUDA graph is being captured; nothing has been released.
         """
         self.memory.close()
-        self._close_trial()
         if self._context is not None:
             self._destroy(self._context)
             self._context = None
-
-    def _close_trial(self) -> None:
-        if self._trial_context is not None:
-            self._destroy(self._trial_context)
-            self._trial_context = None
 
     def _initialize(self, agreement: Agreement) -> None:
         agreement.attempt("initialising the buffers", self.initialize)

@@ -98,8 +98,7 @@ class UpstreamEngine:
         workspace.workspace_size_bytes = workspace.buffer_size_bytes * workspace.NUM_LAMPORT_BUFFERS
         flags = workspace.buffer_flags.cpu()
         flags[2] = workspace.buffer_size_bytes
-        with torch.inference_mode():
-            workspace.buffer_flags.copy_(flags)
+        workspace.buffer_flags.copy_(flags)
 
 
 class _Written:
