@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from flashinfer.elastic.allreduce import agreement, interrupts
+from flashinfer.elastic.allreduce import agreement, interrupts, settings
+from flashinfer.elastic.allreduce import workspace as our_workspace
 from flashinfer.elastic.allreduce.agreement import CollectiveError
 from flashinfer.elastic.shadow import TESTED_VERSIONS
 
@@ -166,6 +168,51 @@ def test_an_interrupt_at_any_line_of_a_creation(node: Node) -> None:
     assert alone <= 3
 
 
+def test_what_was_made_before_a_late_interrupt_is_destroyed(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have their workspaces; this rank keeps nothing, even while its error lives."""
+    enroll = our_workspace.compiled.enroll
+
+    def interrupted(workspace: Any) -> int:
+        if this_rank.value == 0:
+            signal.raise_signal(signal.SIGINT)
+        return enroll(workspace)
+
+    monkeypatch.setattr(our_workspace.compiled, "enroll", interrupted)
+    before = node.held()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group = Group()
+        made = group.run(lambda: node.create(group))
+        assert type(made[0]) is KeyboardInterrupt
+        for workspace in made[1:]:
+            workspace.destroy()
+        assert node.held() == before
+        made.clear()
+        del workspace
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_an_interrupt_while_upstreams_workspace_is_made(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = our_workspace.UpstreamEngine
+
+    def interrupted(*arguments: Any) -> Any:
+        if this_rank.value == 0:
+            signal.raise_signal(signal.SIGINT)
+        return engine(*arguments)
+
+    monkeypatch.setenv(settings.ENGINE, "upstream")
+    monkeypatch.setattr(our_workspace, "UpstreamEngine", interrupted)
+    group = Group()
+    results = group.run(lambda: node.create(node.loaded.torch_backend(group)))
+    assert type(results[0]) is KeyboardInterrupt
+    assert all("rank 0: KeyboardInterrupt" in str(error) for error in results[1:]), results
+
+
 def test_an_interrupt_of_a_destruction_waits_for_its_end(node: Node) -> None:
     group = Group()
     made = group.run(lambda: node.create(group))
@@ -176,6 +223,7 @@ def test_an_interrupt_of_a_destruction_waits_for_its_end(node: Node) -> None:
         made = group.run(lambda: node.create(group))
         with pytest.raises(KeyboardInterrupt), Interrupting(at) as interrupting:
             made[0].destroy()
+        assert made[0]._destroyed, interrupting.where
         # Before it began, it can be called again.
         for workspace in made:
             workspace.destroy()

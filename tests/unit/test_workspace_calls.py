@@ -98,6 +98,21 @@ def test_native_steps(
     workspace.destroy()
 
 
+@pytest.mark.parametrize(
+    ("arch", "strategy"), [((9, 0), Strategy.TWOSHOT), ((10, 3), Strategy.ONESHOT)]
+)
+def test_the_gpu_decides_where_nothing_is_asked_for(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, arch: tuple[int, int], strategy: Strategy
+) -> None:
+    """Some 1.2 MB a rank, between the points up to which one-shot is faster on either."""
+    monkeypatch.delenv(settings.ENGINE, raising=False)
+    fake = without_gpu(monkeypatch, arch=arch)
+    workspace = create(loaded, max_num_tokens=200)
+    fused(loaded, workspace, torch.zeros(100, HIDDEN, dtype=DTYPE), "AUTO")
+    assert [call[1] for call in fake.calls] == [strategy.value]
+    workspace.destroy()
+
+
 @pytest.mark.parametrize(("tokens", "steps"), [(15, 1), (42, 1), (56, 1), (63, 2), (168, 3)])
 def test_rows_wider_than_what_was_reported(
     loaded: Loaded, fake: FakeLibrary, tokens: int, steps: int
@@ -301,6 +316,7 @@ def spoilt(rows: torch.Tensor) -> dict[str, dict[str, torch.Tensor]]:
         "residual_out": {"residual_out": rows[:, :-8].clone()},
         "dtype of the output": {"output": rows.float()},
         "dtype of residual_out": {"residual_out": rows.half()},
+        "device of the output": {"output": rows.to("meta")},
     }
 
 
@@ -311,8 +327,20 @@ def test_wrong_tensors_are_refused_before_any_launch(
     """In chunks too: nothing is launched of a call that cannot be finished."""
     workspace = create(loaded, buffer_size_in_bytes=1 << 20)
     rows = torch.zeros(300, HIDDEN, dtype=DTYPE)
-    with pytest.raises(ValueError, match=r"shape|dtype"):
+    with pytest.raises(ValueError, match=r"shape|dtype|must be on cpu"):
         fused(loaded, workspace, rows, "TWOSHOT", **spoilt(rows)[what])
+    assert loaded.launches == []
+    workspace.destroy()
+
+
+def test_upstream_reads_no_strides_of_a_weight_either(
+    loaded: Loaded, upstream_engine: FakeLibrary
+) -> None:
+    workspace = create(loaded)
+    rows = torch.zeros(4, HIDDEN, dtype=DTYPE)
+    gamma = torch.ones(2 * HIDDEN, dtype=DTYPE)[::2]
+    with pytest.raises(ValueError, match="gamma must be dense"):
+        loaded.module.trtllm_mnnvl_fused_allreduce_add_rmsnorm(rows, rows.clone(), gamma, workspace)
     assert loaded.launches == []
     workspace.destroy()
 

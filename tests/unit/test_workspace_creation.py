@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 
 from flashinfer.elastic.allreduce import install, settings, sizing
 from flashinfer.elastic.allreduce import workspace as our_workspace
-from flashinfer.elastic.allreduce.agreement import CollectiveError
+from flashinfer.elastic.allreduce.agreement import Agreement, CollectiveError
 from flashinfer.elastic.allreduce.engines import library, native
 from flashinfer.elastic.shadow import TESTED_VERSIONS
 
@@ -31,6 +33,9 @@ from upstream_on_cpu import (
 )
 
 RANKS = 8
+
+# Replaced where there is no GPU.
+_initialize = native.NativeEngine.initialize
 
 
 @pytest.fixture(scope="module", params=TESTED_VERSIONS)
@@ -89,6 +94,49 @@ def test_attributes(loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.Monke
     workspace.destroy()
 
 
+def test_one_of_several_tensor_parallel_groups(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is that within the group, the world is all ranks, with either engine."""
+    mapping = loaded.module.Mapping(world_size=8, rank=5, gpus_per_node=8, tp_size=4, pp_size=2)
+    places = []
+    for engine in ("native", "upstream"):
+        monkeypatch.setenv(settings.ENGINE, engine)
+        workspace = loaded.module.MNNVLAllReduceFusionWorkspace(
+            mapping, 42, 6144, torch.bfloat16, comm_backend=loaded.torch_backend(Echo(4))
+        )
+        places.append((workspace.rank, workspace.tp_size, workspace.world_size))
+        workspace.destroy()
+    assert places == [(1, 4, 8)] * 2
+
+
+def test_empty_places_and_the_rotation(fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers hold nothing but -0.0, which says that a word has not come; rotations begin at 0."""
+    engine = native.NativeEngine(Agreement(Echo(2), 0, 2), torch.device("cuda", 0), 256, 1.0, 132)
+    memory = torch.full((engine.memory.size_bytes // 4,), 7, dtype=torch.int32)
+    waited: list[object] = []
+
+    def view(array: Any, device: torch.device) -> torch.Tensor:
+        place = array.__cuda_array_interface__
+        assert place["typestr"] == "<i4"
+        first = (place["data"][0] - engine.local_address) // 4
+        return memory[first : first + place["shape"][0]]
+
+    monkeypatch.setattr(torch, "as_tensor", view)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    _initialize(engine)
+    buffers = memory[: 2 * 256 // 4].view(torch.float32)
+    assert bool((buffers == 0).all())
+    assert bool(buffers.signbit().all())
+    assert memory[2 * 256 // 4 :].tolist() == [0] * 64
+    # A peer may write as soon as this rank says that it is done.
+    assert waited == [torch.device("cuda", 0)]
+    with torch.inference_mode():
+        memory = torch.full_like(memory, 7)
+    _initialize(engine)
+    assert bool(memory[: 2 * 256 // 4].view(torch.float32).signbit().all())
+
+
 def test_the_class_keeps_upstreams_own_figures(loaded: Loaded, fake: FakeLibrary) -> None:
     owner = loaded.module.MNNVLAllReduceFusionWorkspace
     assert owner.NUM_LAMPORT_BUFFERS == 3
@@ -124,7 +172,7 @@ def test_sufficient_means_what_upstream_means(loaded: Loaded, fake: FakeLibrary)
 
 
 @pytest.mark.parametrize(
-    ("explicit", "size"), [(1, 256), (256, 256), (1000, 1024), (2**32 - 256, 2**32 - 256)]
+    ("explicit", "size"), [(0, 256), (1, 256), (256, 256), (1000, 1024), (2**32 - 256, 2**32 - 256)]
 )
 def test_an_explicit_size_is_honoured_whole(
     loaded: Loaded, fake: FakeLibrary, explicit: int, size: int
@@ -184,6 +232,27 @@ def test_upstreams_kernels_stand_in_where_ours_have_no_machine_code(
     assert workspace._engine.name == "upstream"
     assert "kernels for sm90, sm100, and the GPU is sm120" in caplog.text
     workspace.destroy()
+
+
+def test_minor_versions_count(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code for sm103 does not run on sm100."""
+    monkeypatch.delenv(settings.ENGINE, raising=False)
+    for minor, engine in ((0, "upstream"), (3, "native")):
+        without_gpu(monkeypatch, arch=(10, minor), built=(103,))
+        workspace = create(loaded)
+        assert workspace._engine.name == engine
+        workspace.destroy()
+
+
+def test_upstreams_kernels_do_without_ours(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> library.Library:
+        raise RuntimeError("libflashinfer_elastic.so is missing")
+
+    monkeypatch.setattr(library, "load", missing)
+    monkeypatch.setenv(settings.ENGINE, "upstream")
+    create(loaded).destroy()
 
 
 # Wrong arguments
@@ -271,6 +340,46 @@ def test_ranks_that_ask_for_different_sizes(loaded: Loaded, fake: FakeLibrary) -
     assert len({str(error) for error in errors}) == 1
     assert "settings of the workspace: ranks disagree: ranks 0, 2: [" in str(errors[0])
     assert FakeMemory.live == 0
+
+
+def test_ranks_with_different_gpus(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strategy of a call follows from the architecture, so it has to be the same."""
+    minors = iter((0, 3, 0))
+
+    def properties(_: object) -> Any:
+        return types.SimpleNamespace(major=10, minor=next(minors), multi_processor_count=132)
+
+    monkeypatch.setattr(our_workspace.torch.cuda, "get_device_properties", properties)
+    errors = on_all_ranks(loaded)
+    assert all("workspace: ranks disagree" in str(error) for error in errors), errors
+
+
+def test_ranks_with_different_wheels(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may have kernels of its own where another runs upstream's."""
+    built = iter(((90, 100), (100,), (90, 100)))
+    monkeypatch.setattr(library, "load", lambda: fake.functions._replace(archs=next(built)))
+    errors = on_all_ranks(loaded)
+    assert all("workspace: ranks disagree" in str(error) for error in errors), errors
+
+
+def test_ranks_whose_versions_misunderstand_each_other(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = our_workspace._Plan.shared
+    numbers = itertools.count()
+
+    def of_another_version(plan: Any) -> list[object]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(our_workspace, "PROTOCOL", next(numbers))
+            return shared(plan)
+
+    monkeypatch.setattr(our_workspace._Plan, "shared", of_another_version)
+    errors = on_all_ranks(loaded)
+    assert all("workspace: ranks disagree" in str(error) for error in errors), errors
 
 
 def test_one_rank_with_wrong_arguments(loaded: Loaded, fake: FakeLibrary) -> None:
@@ -400,6 +509,13 @@ def test_a_refused_destroy_can_be_repeated(
     assert fake.destroyed == [1]
 
 
+def test_an_engine_releases_its_context_once(loaded: Loaded, fake: FakeLibrary) -> None:
+    workspace = create(loaded)
+    workspace._engine.close()
+    workspace.destroy()
+    assert fake.destroyed == [1]
+
+
 def test_a_forgotten_workspace_warns_as_upstreams_does(loaded: Loaded, fake: FakeLibrary) -> None:
     alive = [create(loaded)]
     with pytest.warns(
@@ -409,12 +525,53 @@ def test_a_forgotten_workspace_warns_as_upstreams_does(loaded: Loaded, fake: Fak
     assert FakeMemory.live == 0
 
 
-def test_a_failed_creation_leaves_nothing_to_warn_of(loaded: Loaded, fake: FakeLibrary) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(CollectiveError):
-            create(loaded, comm_backend=Echo(2))
+@pytest.mark.parametrize("engine", ["native", "upstream"])
+def test_a_failed_creation_leaves_nothing_to_warn_of(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setenv(settings.ENGINE, engine)
+    monkeypatch.setattr(native.NativeEngine, "buffers", broken)
+    monkeypatch.setattr(native.NativeEngine, "local_address", property(broken))
+    monkeypatch.setattr(our_workspace, "UpstreamEngine", broken)
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(CollectiveError, match="broken on purpose"):
+            create(loaded)
         gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_a_failed_creation_is_forgotten_with_its_error(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: upstream's memory does not wait for a collection of garbage."""
+    failures: list[weakref.ref[BaseException]] = []
+
+    class OnPurposeError(RuntimeError):
+        pass
+
+    def broken(*_: object) -> None:
+        error = OnPurposeError()
+        failures.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+
+    monkeypatch.setenv(settings.ENGINE, "upstream")
+    monkeypatch.setattr(our_workspace, "UpstreamEngine", broken)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(CollectiveError):
+            create(loaded)
+        assert [failure() for failure in failures] == [None]
+    finally:
+        gc.enable()
 
 
 def test_checkpoints_where_upstream_has_them(loaded: Loaded, fake: FakeLibrary) -> None:
@@ -483,6 +640,55 @@ def test_a_checkpoint_that_fails_on_one_rank_fails_on_all(
     assert not any(workspace.handle.mapped for workspace in workspaces)
     assert restore() == [None] * 3
     assert all(workspace.handle.mapped for workspace in workspaces)
+    for workspace in workspaces:
+        workspace.destroy()
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_a_repeated_checkpoint_call_does_nothing(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a collective: the others need not repeat it."""
+    emptied: list[int] = []
+    monkeypatch.setattr(native.NativeEngine, "initialize", lambda _: emptied.append(1))
+    backend = Echo(RANKS)
+    workspace = create(loaded, comm_backend=backend)
+    for call in (
+        lambda: workspace.checkpoint_restore(backend),
+        workspace.checkpoint_prepare,
+        lambda: workspace.checkpoint_restore(backend),
+    ):
+        call()
+        before = backend.gathers, len(emptied)
+        call()
+        assert (backend.gathers, len(emptied)) == before
+    assert len(emptied) == 2
+    workspace._initialize_protocol()
+    assert len(emptied) == 3
+    workspace.destroy()
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_a_checkpoint_that_no_rank_could_prepare_leaves_the_buffers_alone(
+    loaded: Loaded, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold what is under way: a rank that empties its own again loses what peers sent."""
+    group = Threads(2)
+    workspaces = create_all(loaded, group)
+
+    def refuse() -> None:
+        raise RuntimeError("captures")
+
+    with monkeypatch.context() as patch:
+        for workspace in workspaces:
+            patch.setattr(workspace.handle, "detach", refuse)
+        errors = group.run(lambda rank: workspaces[rank].checkpoint_prepare())
+    assert all(isinstance(error, CollectiveError) for error in errors), errors
+    emptied: list[int] = []
+    monkeypatch.setattr(native.NativeEngine, "initialize", lambda _: emptied.append(1))
+    restored = group.run(lambda rank: workspaces[rank].checkpoint_restore(group.backend(rank)))
+    assert restored == [None] * 2
+    assert emptied == []
     for workspace in workspaces:
         workspace.destroy()
 
