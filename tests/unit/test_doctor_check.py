@@ -360,6 +360,7 @@ def test_an_import_that_crashes() -> None:
         ("FLASHINFER_MNNVL_ENGINE", "fastest"),
         ("FLASHINFER_MNNVL_ONESHOT_MAX_MB", "-1"),
         ("FLASHINFER_MNNVL_TIMEOUT_S", "soon"),
+        ("FLASHINFER_MNNVL_ALLOW_PCIE", "maybe"),
         ("FLASHINFER_ELASTIC_WORKSPACE_MAX_MB", "1 GB"),
     ],
 )

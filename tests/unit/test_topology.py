@@ -175,3 +175,9 @@ def test_the_environment(value: str, allowed: bool, monkeypatch: pytest.MonkeyPa
     assert topology.pcie_allowed() is allowed
     monkeypatch.delenv("FLASHINFER_MNNVL_ALLOW_PCIE")
     assert topology.pcie_allowed() is False
+
+
+def test_neither_yes_nor_no_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_MNNVL_ALLOW_PCIE", "maybe")
+    texts = require([FakeNvml(NV18_ALL_TO_ALL) for _ in range(2)])
+    assert all("FLASHINFER_MNNVL_ALLOW_PCIE='maybe': allowed are 0, 1" in text for text in texts)

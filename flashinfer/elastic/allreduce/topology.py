@@ -59,7 +59,8 @@ def require_nvlink(
     Raises
     ------
     CollectiveError
-        On every rank, when a pair lacks NVLink. The message contains "multicast", by which vLLM
+        On every rank, when the variable holds neither a yes nor a no on any of them, or when a pair
+        lacks NVLink. In that case the message contains "multicast", by which vLLM
         knows that the hardware lacks something and takes another all-reduce.
     """
 
@@ -69,7 +70,7 @@ def require_nvlink(
 
     own = agreement.attempt("identifying the GPU", own_identity)
     identities = exchange_identities(agreement, own)
-    allowed = pcie_allowed()
+    allowed = agreement.attempt(ALLOW_PCIE, pcie_allowed)
     agreement.same(ALLOW_PCIE, allowed)
     own_links = agreement.attempt(
         "asking for NVLink", lambda: query_links(nvml or _load_nvml(), own, identities)
@@ -89,8 +90,19 @@ def require_nvlink(
 
 
 def pcie_allowed() -> bool:
-    """Return whether this process's environment allows pairs without NVLink."""
-    return os.environ.get(ALLOW_PCIE, "0").strip().lower() in {"1", "true", "yes", "on"}
+    """Return whether this process's environment allows pairs without NVLink.
+
+    Raises
+    ------
+    ValueError
+        If the variable is neither a yes nor a no.
+    """
+    text = os.environ.get(ALLOW_PCIE, "").strip().lower()
+    if text in {"1", "true", "yes", "on"}:
+        return True
+    if text in {"", "0", "false", "no", "off"}:
+        return False
+    raise ValueError(f"{ALLOW_PCIE}={os.environ[ALLOW_PCIE]!r}: allowed are 0, 1")
 
 
 def pairs_without_nvlink(links: Sequence[Sequence[str]]) -> list[tuple[int, int]]:

@@ -32,5 +32,5 @@ def cap_bytes() -> int | None:
     except ValueError:
         mebibytes = -1.0
     if not 0 <= mebibytes < float("inf"):
-        raise ValueError(f"{CAP} must be a number of MiB, got {text!r}")
+        raise ValueError(f"{CAP}={text!r}: a number of MiB, 0 or more, is allowed")
     return int(mebibytes * 2**20)

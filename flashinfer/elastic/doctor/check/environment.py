@@ -31,6 +31,11 @@ def gather() -> Environment:
         cap = attention.cap_bytes()
     except ValueError as error:
         problems[attention.CAP] = str(error)
+    allow_pcie = False
+    try:
+        allow_pcie = topology.pcie_allowed()
+    except ValueError as error:
+        problems[topology.ALLOW_PCIE] = str(error)
     read = settings.read(valid)
     known = {
         *settings.NAMES,
@@ -48,7 +53,7 @@ def gather() -> Environment:
         oneshot_max_bytes=read.oneshot_max_bytes,
         timeout_s=read.timeout_s,
         multicast=read.multicast,
-        allow_pcie=topology.pcie_allowed(),
+        allow_pcie=allow_pcie,
         attention=attention.enabled(),
         attention_cap_bytes=cap,
         settings=tuple(found),

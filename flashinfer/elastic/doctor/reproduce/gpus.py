@@ -41,7 +41,11 @@ def why_not() -> str:
     for a, b in itertools.permutations(range(count()), 2):
         if not torch.cuda.can_device_access_peer(a, b):
             return f"GPU {a} has no peer access to GPU {b}"
-    if pairs := _pairs_without_nvlink():
+    try:
+        pairs = _pairs_without_nvlink()
+    except ValueError as error:  # a setting that nobody understands
+        return str(error)
+    if pairs:
         return "no NVLink between GPUs {} and {}".format(*pairs[0])
     return ""
 
