@@ -8,6 +8,7 @@ in processes of their own, where ``import flashinfer`` is upstream's.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -117,8 +118,9 @@ def plan(
     from .plan import svg as drawing
     from .plan.callers import Problem, callers
 
+    name = settings.ONESHOT_MAX_MB
     try:
-        oneshot_max_bytes = settings.read().oneshot_max_bytes
+        oneshot_max_bytes = settings.read({name: os.environ.get(name, "")}).oneshot_max_bytes
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     problem = Problem(tp, hidden, _ELEMENT_BYTES[dtype])
@@ -129,15 +131,16 @@ def plan(
         )
     except ValueError as error:  # not even one row fits in the largest buffer there is
         raise click.UsageError(f"--hidden {hidden}: {error}") from None
+    if svg is not None:
+        try:
+            svg.write_text(drawing.draw(report.chart_of(problem, cases)))
+        except OSError as error:
+            raise click.ClickException(f"--svg {svg}: {error.strerror}") from None
     if as_json:
         click.echo(document.to_json(problem, int(sm), max_tokens, dtype, cases))
     else:
         report.show(look.console(), problem, int(sm), max_tokens, dtype, cases)
     if svg is not None:
-        try:
-            svg.write_text(drawing.draw(report.chart_of(problem, cases)))
-        except OSError as error:
-            raise click.FileError(str(svg), error.strerror) from None
         click.echo(f"written: {svg}", err=as_json)
 
 
