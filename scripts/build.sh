@@ -9,9 +9,9 @@
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-case "${1:-}" in
+case "$*" in
   "" | --wheel-only) ;;
-  *) die "usage: scripts/build.sh [--wheel-only]" ;;
+  *) die "scripts/build.sh takes --wheel-only or nothing, got: $*" ;;
 esac
 
 python="$(build_python)"

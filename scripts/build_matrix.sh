@@ -6,6 +6,8 @@
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+[[ $# == 0 ]] || die "scripts/build_matrix.sh takes no arguments, got: $*"
+
 install_build_requirements
 install --group verify
 

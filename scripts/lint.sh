@@ -4,6 +4,11 @@
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
+case "$*" in
+  "" | --fix) ;;
+  *) die "scripts/lint.sh takes --fix or nothing, got: $*" ;;
+esac
+
 make_venv
 install_torch
 install --group lint --group test --group upstream-import
