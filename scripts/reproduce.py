@@ -25,14 +25,19 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"{error}. Install the wheel beside FlashInfer; scripts/build.sh does, in .venv.")
 
+_ON = "where to make the call; auto, the default: the GPUs where they can, else the emulation"
+
 EMULATION = Path(__file__).resolve().parent.parent / "emulation"
 
 
 def emulate(case: Case, data: Data, buffers: Sequence[int]) -> list[Run]:
     """Make the call on emulated ranks, on a workspace of each size in turn."""
     sys.path.insert(0, str(EMULATION))
-    emulator = importlib.import_module("emulator")
-    module = emulator.load()
+    try:
+        emulator = importlib.import_module("emulator")
+        module = emulator.load()
+    except (ModuleNotFoundError, RuntimeError) as error:
+        sys.exit(f"{error}\nThe emulation needs g++ and: pip install --group emulation")
     runs = []
     for size in buffers:
         norm, residual = emulator.allreduce_rmsnorm(
@@ -60,7 +65,7 @@ def _tensor(bits: Any) -> torch.Tensor:
 def main() -> int:
     """Do what the command line asks for; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--on", choices=("auto", "gpus", "emulation"), default="auto")
+    parser.add_argument("--on", choices=("auto", "gpus", "emulation"), default="auto", help=_ON)
     return reproduce(emulate, on=parser.parse_args().on)
 
 

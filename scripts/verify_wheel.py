@@ -14,12 +14,14 @@ import argparse
 import base64
 import csv
 import hashlib
+import importlib.util
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.parser import Parser
@@ -27,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from build_tools import binary, naming, upstream
+from build_tools import binary, naming, toolkit, upstream
 
 MOST_BYTES = 20_000_000
 LIBRARY = "flashinfer/elastic/lib/libflashinfer_elastic.so"
@@ -67,13 +69,18 @@ class Wheel:
     @classmethod
     def open(cls, file: Path, root: Path) -> Wheel:
         """Unpack ``file`` into ``root``."""
+        if not file.is_file():
+            raise UnfitError(f"{file}: there is no such file")
         match = _NAME.fullmatch(file.name)
         if match is None:
             raise UnfitError(
                 f"{file.name} is not named like flashinfer-0.1.0+cu130.sm90-py3-none-….whl"
             )
-        with zipfile.ZipFile(file) as archive:
-            archive.extractall(root)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                archive.extractall(root)
+        except (OSError, zipfile.BadZipFile, zlib.error) as error:
+            raise UnfitError(f"{file} cannot be unpacked: {error}") from None
         return cls(
             file=file,
             root=root,
@@ -275,12 +282,30 @@ def verify(file: Path) -> Iterator[tuple[str, str | None, str]]:
                 yield check.__name__.removeprefix("check_"), str(error), ""
 
 
+def missing_tools() -> list[str]:
+    """Return what the checks need and this machine lacks, each with what to do."""
+    missing = [
+        f"no {module}: pip install {package}"
+        for module, package in (("auditwheel", "auditwheel"), ("tvm_ffi", "apache-tvm-ffi"))
+        if importlib.util.find_spec(module) is None
+    ]
+    try:
+        binary.find_cuobjdump()
+    except toolkit.ToolkitError as error:
+        missing.append(str(error))
+    return missing
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Verify the wheels named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("wheels", nargs="+", type=Path, metavar="WHEEL")
+    files = parser.parse_args(arguments).wheels
+    if missing := missing_tools():
+        print(f"error: {'; '.join(missing)}", file=sys.stderr)
+        return 1
     failures = 0
-    for file in parser.parse_args(arguments).wheels:
+    for file in files:
         print(file.name)
         for name, wrong, found in verify(file):
             failures += wrong is not None

@@ -90,6 +90,31 @@ def test_a_name_that_says_nothing_is_refused(failures: Callable[..., dict[str, s
     assert set(failures(name="flashinfer-0.1.0-py3-none-any.whl")) == {"name"}
 
 
+@pytest.mark.parametrize("content", [None, b"", b"PK, and nothing that an archive has"])
+def test_what_is_no_archive_is_refused(
+    verify_wheel: ModuleType, tmp_path: Path, content: bytes | None
+) -> None:
+    file = tmp_path / "flashinfer-0.1.0+cu130.sm90-py3-none-linux_x86_64.whl"
+    if content is not None:
+        file.write_bytes(content)
+    ((_, wrong, _),) = verify_wheel.verify(file)
+    assert str(file) in wrong
+
+
+def test_a_tool_that_is_missing_is_no_fault_of_the_wheel(
+    verify_wheel: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "auditwheel", None)  # importing it would fail
+    assert verify_wheel.main([str(tmp_path / "any.whl")]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert said.out == "" and "pip install auditwheel" in line and "CUDA_HOME" in line
+
+
 def test_an_architecture_the_name_claims_must_be_in_the_library(
     failures: Callable[..., dict[str, str]], wheel: Path
 ) -> None:
