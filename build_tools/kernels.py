@@ -138,7 +138,7 @@ def _device_command(targets: tuple[int, ...], kit: toolkit.Toolkit) -> list[str]
 
 
 def _host_compiler() -> str:
-    return os.environ.get("CXX", "g++")
+    return os.environ.get("CXX") or "g++"
 
 
 def _common_flags(targets: tuple[int, ...]) -> list[str]:

@@ -98,7 +98,7 @@ def _rules(library: str, tsan: bool) -> str:
 
 
 def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
+    return os.environ.get("CXX") or "g++"
 
 
 def _ninja() -> str:

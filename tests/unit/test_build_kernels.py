@@ -131,6 +131,15 @@ def test_finds_ptx_where_there_is_some(tmp_path: Path, kit: toolkit.Toolkit) -> 
     assert len(binary.ptx(library)) >= 1
 
 
+def test_an_empty_compiler_counts_as_unset(
+    kit: toolkit.Toolkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    unset = kernels.ninja_file((90,), kit, Path("build"))
+    monkeypatch.setenv("CXX", "")
+    assert kernels.ninja_file((90,), kit, Path("build")) == unset
+
+
 def test_a_compiler_error_is_an_error(repository: Path, kit: toolkit.Toolkit) -> None:
     (repository / "csrc" / "scale.cu").write_text("this is no CUDA\n")
     with pytest.raises(subprocess.CalledProcessError):
