@@ -29,8 +29,19 @@ def prose(text: str) -> str:
 
 @page
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)", prose(page.read_text())):
-        assert (page.parent / target).exists(), target
+    for link in re.findall(r"\]\((?!https?://)([^)]+)", prose(page.read_text())):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links into a page can name: its headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page.read_text()), re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize(
