@@ -160,24 +160,28 @@ class Machine:
         Ranks that words do not reach by multicast.
     wrong : set of int
         Ranks that get a wrong bit by multicast.
+    mixed_up : bool
+        Whether multicast brings the rows of rank 0 in the place of everybody's.
     """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.lost: set[int] = set()
         self.wrong: set[int] = set()
+        self.mixed_up = False
         self._gate = threading.Barrier(ranks)
         self._inputs: list[Any] = [None] * ranks
 
     def subject(self, rank: int) -> Subject:
         return Subject(self, rank)
 
-    def sum(self, rank: int, rows: torch.Tensor) -> torch.Tensor:
+    def sum(self, way: str, rank: int, rows: torch.Tensor) -> torch.Tensor:
         self._inputs[rank] = rows
         self._gate.wait(20)
         total = torch.zeros(rows.shape)
-        for each in self._inputs:
-            total += each.float()
+        for sender in range(self.ranks):
+            mixed_up = self.mixed_up and way == "multicast"
+            total += self._inputs[0 if mixed_up else sender].float()
         self._gate.wait(20)
         return total.to(rows.dtype)
 
@@ -212,5 +216,5 @@ class Subject:
         assert (first, count) == (0, call.input.shape[0])
         assert call.output is not None
         self.launches.append((way, strategy, tuple(call.input.shape), call.input.dtype))
-        call.output.copy_(self._machine.sum(self._rank, call.input))
+        call.output.copy_(self._machine.sum(way, self._rank, call.input))
         return call.output

@@ -177,6 +177,7 @@ def test_long_messages_are_cut_and_odd_ones_survive() -> None:
         assert "\ud800 é xxx" in str(error)
         assert len(str(error)) < 3000
     assert describe(RuntimeError()) == "RuntimeError"
+    assert describe(CollectiveError("a stage", "what went wrong")) == "a stage: what went wrong"
 
 
 @pytest.mark.parametrize("value", [b"\x00\xff", 7, "text", None, [1, 2.5], {"b": 1, "a": [True]}])
@@ -202,6 +203,10 @@ def test_values_that_look_alike_differ(one: object, other: object) -> None:
 def test_a_value_that_is_not_json_fails_everywhere() -> None:
     errors = on_threads(3, lambda a: a.same("size", object() if a.rank == 1 else 1))
     assert all("rank 1: Object of type object is not JSON" in str(error) for error in errors)
+    circular: list[Any] = []
+    circular.append(circular)
+    errors = on_threads(3, lambda a: a.same("size", circular if a.rank == 1 else 1))
+    assert all("rank 1: Circular reference" in str(error) for error in errors), errors
 
 
 def test_ranks_at_different_steps_are_told_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import statistics
 import time
@@ -182,6 +183,61 @@ def test_fmha_v2_grows_when_it_says_so() -> None:
     assert loaded.run(*args) == "done"
     assert loaded.run(*args) == "done"
     assert len(sizes) == 3
+
+
+def test_a_launch_that_growing_does_not_help_fails_once() -> None:
+    launches = []
+
+    def run(*args: Any) -> None:
+        launches.append(args)
+        raise overflow("o_scratch_d", MIB, args[5])
+
+    args: list[Any] = [None] * 26
+    args[4], args[5] = torch.zeros(8 * MIB, dtype=torch.uint8), 8 * MIB
+    with pytest.raises(RuntimeError, match="o_scratch_d"):
+        load(SimpleNamespace(run=run), FMHA_V2).run(*args)
+    assert len(launches) == 1
+    assert pool.report() == []
+
+
+def test_counters_that_are_large_enough_do_not_grow() -> None:
+    """Whatever the launcher says of them."""
+    launches = []
+
+    def decode(*args: Any) -> None:
+        launches.append(args)
+        raise RuntimeError("counter buffer is too small: got 0 bytes, need 4096 bytes")
+
+    args: list[Any] = [None] * 36
+    args[2] = torch.zeros(4, 8, 128)
+    args[5], args[21] = torch.zeros(128 * MIB, dtype=torch.uint8), 128 * MIB
+    args[6] = torch.zeros(4096, dtype=torch.uint8)
+    args[9], args[16], args[19] = 1, 4, 132
+    module = SimpleNamespace(trtllm_paged_attention_decode=decode)
+    with pytest.raises(RuntimeError, match="counter buffer"):
+        load(module, TRTLLM).trtllm_paged_attention_decode(*args)
+    assert len(launches) == 1
+    assert pool.report() == []
+
+
+def test_a_function_asked_for_by_index_grows_workspaces_too() -> None:
+    def plan(floats: torch.Tensor, *_: Any) -> str:
+        if pool.nbytes(floats) < 5 * MIB:
+            raise overflow("batch_prefill_tmp_v", 5 * MIB, pool.nbytes(floats))
+        return "planned"
+
+    loaded = load({"plan": plan, "other": len}, PREFILL)
+    buffers = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(3)]
+    assert loaded["plan"](*buffers) == "planned"
+    assert loaded["other"] is len
+
+
+def test_specs_and_modules_can_be_copied() -> None:
+    module = SimpleNamespace(constant=3)
+    spec = SimpleNamespace(build_and_load=lambda: module, name="jit name")
+    wrapped = copy.copy(modules.generator(lambda: spec, PREFILL)())
+    assert wrapped.name == "jit name"
+    assert copy.copy(wrapped.build_and_load()).constant == 3
 
 
 def test_wrappers_show_the_grown_integer_workspace_and_keep_the_old_one() -> None:

@@ -124,6 +124,15 @@ def test_what_no_graph_captured_is_dropped() -> None:
     assert pool.report()[0].kept == 0
 
 
+def test_what_was_dropped_is_not_taken_for_a_workspace() -> None:
+    """Its address, and its storage's identity, may go to another allocation."""
+    given = buffer()
+    first = grow(given, 5 * MIB).data
+    second = grow(given, 50 * MIB).data
+    assert set(pool.grown) == {given.data_ptr(), second.data_ptr()}
+    assert pool.find(first) is None
+
+
 def test_only_what_a_graph_captured_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     given = buffer()
     first = grow(given, 5 * MIB).data
@@ -213,6 +222,33 @@ def test_a_plan_into_what_trtllm_gen_let_grow_has_a_twin_and_is_mirrored() -> No
     assert bool((given[:100] == 9).all())
 
 
+def test_a_plan_reaches_every_earlier_integer_workspace() -> None:
+    """Graphs may have been captured before either growth."""
+    given = buffer()
+    first = grow(given, 5 * MIB, "integer").data
+    second = grow(given, 50 * MIB, "integer").data
+    second[:100] = 9
+    pool.mirror(second)
+    assert bool((given[:100] == 9).all())
+    assert bool((first[:100] == 9).all())
+
+
+def test_what_is_no_plan_is_not_mirrored() -> None:
+    given = buffer()
+    larger = grow(given, 5 * MIB, "float").data
+    larger[:100] = 9
+    pool.mirror(larger)
+    assert not given.any()
+
+
+def test_a_twin_is_as_large_as_a_workspace_that_outdoes_its_replacement() -> None:
+    """A plan is written to the same offsets of both."""
+    given = buffer(64 * MIB)
+    grow(given[:MIB], 5 * MIB, "integer")
+    assert pool.replacement(given) is given
+    assert pool.twin(given, buffer()).numel() >= 64 * MIB
+
+
 def test_a_twin_is_not_given_up_when_the_workspace_grows_again() -> None:
     """The copy of an earlier plan may still be reading it."""
     given, locked = buffer(), buffer()
@@ -256,8 +292,10 @@ def test_growing_what_outlived_the_callers_buffer_keeps_track_of_it() -> None:
 def test_growth_in_inference_mode_serves_outside_of_it_too() -> None:
     with torch.inference_mode():
         given, locked = buffer(), buffer()
-        larger, _ = grow(given, 5 * MIB, "integer", page_locked=locked)
+        larger, twin = grow(given, 5 * MIB, "integer", page_locked=locked)
     larger[:100] = 9
+    assert twin is not None
+    twin[:100] = 9
     pool.mirror(larger)
     assert bool((given[:100] == 9).all())
 
@@ -310,6 +348,18 @@ def test_the_cap_is_for_all_buffers_together_and_bends_the_rounding(
     assert pool.nbytes(grow(second, 3 * MIB).data) == 3 * MIB
     with pytest.raises(pool.WorkspaceError, match="hold 10485760 bytes already"):
         grow(buffer(), 3 * MIB)
+
+
+def test_the_cap_counts_what_graphs_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.CAP, "16")
+    given = buffer()
+    for needed in (5 * MIB, 11 * MIB):
+        assert pool.nbytes(grow(given, needed).data) >= needed
+    capturing(monkeypatch)
+    pool.replacement(given)
+    capturing(monkeypatch, False)
+    with pytest.raises(pool.WorkspaceError, match="the cap is"):
+        grow(given, 16 * MIB)
 
 
 @pytest.mark.parametrize("text", ["-1", "much", "nan", "inf"])
@@ -372,6 +422,22 @@ def test_threads_that_grow_one_buffer_agree() -> None:
     assert len(results) == 8
     assert len(pool.report()) == 1
     assert pool.report()[0].growths <= 4
+
+
+def test_a_call_gets_what_it_would_do_well_to_have_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert pool.nbytes(grow(buffer(), 5 * MIB, comfortable=20 * MIB).data) >= 20 * MIB
+    assert pool.report()[0].needed == 5 * MIB
+    monkeypatch.setenv(settings.CAP, "32")
+    assert pool.nbytes(grow(buffer(), 5 * MIB, comfortable=20 * MIB).data) >= 5 * MIB
+
+
+def test_the_report_begins_with_the_largest() -> None:
+    given = [buffer() for _ in range(3)]
+    for each, needed in zip(given, (5, 50, 20), strict=True):
+        grow(each, needed * MIB)
+    assert [usage.needed for usage in pool.report()] == [50 * MIB, 20 * MIB, 5 * MIB]
 
 
 def test_the_report_says_who_needed_what() -> None:

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -258,6 +259,9 @@ def test_attach_must_be_called_alike() -> None:
     errors = group.run(lambda rank, agreement: memories[rank].attach(agreement))
     assert all("ranks disagree" in str(error) for error in errors)
 
+    errors = group.run(lambda rank, agreement: memories[1 - rank].attach(agreement))
+    assert all("attaches memory that was created for rank" in str(error) for error in errors)
+
     memories[1].close()
     errors = group.run(lambda rank, agreement: memories[rank].attach(agreement))
     assert all("rank 1: RuntimeError: symmetric memory is closed" in str(e) for e in errors)
@@ -306,6 +310,49 @@ def test_no_peer_access() -> None:
     assert "rank 2: RuntimeError: GPU 0000:02:00.0 has no peer access" in str(errors[0])
     assert "ranks 0-1" in str(errors[0])
     assert "multicast" in str(errors[0])
+    group.assert_empty()
+
+
+def test_peer_access_has_a_direction() -> None:
+    """This rank writes to the memory of its peers, so it is this GPU that has to reach theirs."""
+    group = Group(2)
+    for api in group.apis:
+        api.cuDeviceCanAccessPeer = lambda device, peer: int(device != 0)  # type: ignore
+    errors = group.create()
+    assert [list(error.failures) for error in errors] == [[0]] * 2
+    group.assert_empty()
+
+
+def test_memory_is_given_back_when_the_device_has_finished() -> None:
+    group = Group(1)
+    (memory,) = group.create()
+    calls = group.apis[0].calls
+    calls.clear()
+    memory.close()
+    assert "cuMemUnmap" in calls[calls.index("cuCtxSynchronize") :]
+    assert "cuMemUnmap" not in calls[: calls.index("cuCtxSynchronize")]
+
+
+def test_an_interrupt_does_not_cut_a_close_short() -> None:
+    group = Group(2)
+    memories = group.create()
+    api = group.apis[0]
+    unmap = FakeApi.cuMemUnmap
+
+    def interrupted(address: int, size: int) -> None:
+        del api.cuMemUnmap  # the next one is the double's own
+        signal.raise_signal(signal.SIGINT)
+        unmap(api, address, size)
+
+    api.cuMemUnmap = interrupted  # type: ignore[method-assign]
+
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            memories[0].close()
+    finally:
+        signal.signal(signal.SIGINT, former)
+    memories[1].close()
     group.assert_empty()
 
 
@@ -445,6 +492,36 @@ def test_nothing_happens_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
     assert group.apis[0].live == (1, 0, 0, 1, 2)
     monkeypatch.undo()
     last.close()
+    group.assert_empty()
+
+
+def test_what_was_forgotten_during_a_capture_makes_room_for_new_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(2)
+    memories = group.create()
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric, "_capturing", lambda: True)
+        memories.clear()
+        gc.collect()
+    assert group.machine.live == 2
+    memories = group.create()
+    assert_mapped(group, memories)
+    for memory in memories:
+        memory.close()
+    group.assert_empty()
+
+
+def test_the_coarsest_granularity_is_everyones() -> None:
+    """Ranks map each other's memory, so all have it of one size."""
+    group = Group(2)
+    group.apis[1].cuMemGetAllocationGranularity = (  # type: ignore[method-assign]
+        lambda properties, flag: 4 * GRANULARITY
+    )
+    memories = group.create()
+    assert [memory.allocated_bytes for memory in memories] == [4 * GRANULARITY] * 2
+    for memory in memories:
+        memory.close()
     group.assert_empty()
 
 

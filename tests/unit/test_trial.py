@@ -122,6 +122,30 @@ def test_a_wrong_bit_on_one_rank_fails_all(group: Threads) -> None:
     assert "comparing multicast with unicast: rank 1: RuntimeError: 1 of " in str(results[0])
 
 
+def test_rows_of_the_wrong_rank_are_noticed(group: Threads) -> None:
+    machine = Machine(RANKS)
+    machine.mixed_up = True
+    results, _ = run(group, machine)
+    assert all("comparing multicast with unicast: " in str(result) for result in results), results
+
+
+def test_words_that_do_not_arrive_while_it_is_timed_fail_all(
+    group: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(RANKS)
+    stopwatch = trial.stopwatch
+
+    def losing(launch: Any, launches: int) -> Callable[[], float]:
+        machine.lost = {1}
+        return stopwatch(launch, launches)
+
+    monkeypatch.setattr(trial, "stopwatch", losing)
+    results, _ = run(group, machine)
+    assert all(isinstance(result, CollectiveError) for result in results), results
+    assert "timing multicast: rank 1: RuntimeError: " in str(results[0])
+    assert "words did not arrive" in str(results[0])
+
+
 def test_the_slowest_rank_decides(group: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multicast is fast on two ranks and slow on one."""
 
@@ -142,7 +166,7 @@ def test_the_middle_of_several_times_counts(
     def stopwatch(launch: Any, _: int) -> Callable[[], float]:
         if launch.func.__name__ == "launch":
             return lambda: 10.0
-        noisy = iter((0.0, 1000.0, 5.0, 5.0, 5.0, 1000.0))  # the first is not counted
+        noisy = iter((1000.0, 5.0, 1000.0, 5.0, 1000.0, 5.0))  # the first is not counted
         return lambda: next(noisy)
 
     monkeypatch.setattr(trial, "stopwatch", stopwatch)
@@ -201,6 +225,19 @@ def test_the_checked_problem_fits(ranks: int, element_bytes: int, buffer_bytes: 
         assert needed(*shape) <= buffer_bytes
         # Smaller than the most only because the most does not fit.
         assert shape == (max(64, 2 * ranks), 2048) or needed(*shape) * 4 > buffer_bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_every_rank_owns_a_token_of_the_checked_problem(ranks: int) -> None:
+    shape = trial.checked_shape(ranks, 2, 2**30)
+    assert shape is not None
+    assert shape.tokens >= 2 * ranks
+    # What just fits, fits.
+    exact = max(
+        size(*shape, 2, ranks)
+        for size in (sizing.native_oneshot_bytes, sizing.native_twoshot_bytes)
+    )
+    assert trial.checked_shape(ranks, 2, exact) == shape
 
 
 @given(st.integers(2, 64), st.integers(0, 2**28))
