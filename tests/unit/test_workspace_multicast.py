@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ def test_torchs_group_is_found(group: Threads, memory: TorchMemory, setting: str
     assert find(group, setting) == ["tp"] * RANKS
 
 
+def test_the_default_group_is_found(
+    group: Threads, memory: TorchMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that was given no group is over torch's default one."""
+    distributed: Any = multicast.torch.distributed
+    monkeypatch.setattr(distributed, "get_rank", lambda _: current_rank())
+    monkeypatch.setattr(distributed, "get_world_size", lambda _: RANKS)
+    world = types.SimpleNamespace(group_name="world")
+    monkeypatch.setattr(distributed, "group", types.SimpleNamespace(WORLD=world), raising=False)
+
+    def backend(rank: int) -> Any:
+        made = group.backend(rank)
+        made._group = None
+        return made
+
+    assert find(group, backend=backend) == ["world"] * RANKS
+
+
 def test_no_means_no(group: Threads, memory: TorchMemory) -> None:
     """Neither torch nor the other ranks are asked."""
     assert (
@@ -92,6 +111,7 @@ def test_no_means_no(group: Threads, memory: TorchMemory) -> None:
         ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"),
         ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "true"),
         ("NCCL_NVLS_ENABLE", "0"),
+        ("NCCL_NVLS_ENABLE", " Off "),
         ("NVSHMEM_DISABLE_NVLS", "1"),
     ],
 )
@@ -463,6 +483,28 @@ def test_multicast_that_is_nowhere_faster_is_given_up(
     """Memory of ours is as good, and can be detached."""
     monkeypatch.setattr(trial, "run", lambda *_: SizeClasses())
     require_unicast(create(loaded, group), memory)
+    # Of either kind, and those that replaced them.
+    assert sorted(fake.destroyed) == list(range(1, len(fake.created) + 1))
+
+
+def test_multicast_that_is_faster_for_one_strategy_stays(
+    loaded: Loaded,
+    fake: FakeLibrary,
+    group: Threads,
+    memory: TorchMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if detachable(loaded):
+        pytest.skip("multicast is not tried by default with this upstream")
+    caplog.set_level("INFO", logger="flashinfer.elastic")
+    chosen = SizeClasses(0, 0b11)
+    monkeypatch.setattr(trial, "run", lambda *_: chosen)
+    made = create(loaded, group)
+    assert [each._engine.multicast for each in made] == [chosen] * RANKS
+    assert caplog.text.count("All-reduce by NVLink multicast") == 1
+    for each in made:
+        each.destroy()
 
 
 @pytest.mark.usefixtures("insisted")
