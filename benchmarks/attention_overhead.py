@@ -98,8 +98,14 @@ def measure() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
     arguments = parser.parse_args()
+    if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
+        parser.error(f"argument --out: there is no folder {arguments.out.absolute().parent}")
+    if arguments.out is not None and arguments.out.is_dir():
+        parser.error(f"argument --out: must name a file, got the folder {arguments.out}")
+    if not torch.cuda.is_available():
+        parser.error("it takes a GPU, found none")
     import flashinfer
 
     result = {

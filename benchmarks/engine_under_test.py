@@ -154,6 +154,9 @@ def versions() -> dict[str, str | None]:
 
 def main() -> int:
     """Serve one engine."""
+    if len(sys.argv) != 3:
+        print("started by vllm_engine.py: engine_under_test.py SPEC DESCRIPTOR", file=sys.stderr)
+        return 2
     spec = json.loads(sys.argv[1])
     with os.fdopen(int(sys.argv[2]), "w", buffering=1) as answers:
 

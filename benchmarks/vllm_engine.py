@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +276,12 @@ def show(result: dict[str, Any]) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options; exits where they are wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="engines to compare"
+    )
     parser.add_argument("--hidden", type=int, default=6144, help="a multiple of 256")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=4, help="of the model")
+    parser.add_argument("--prompts", type=int, default=40, help="in a round, all at a time")
     parser.add_argument("--tokens", type=int, default=128, help="generated for each prompt")
     parser.add_argument("--batched-tokens", type=int, default=4096, help="of a forward pass")
     parser.add_argument("--rounds", type=int, default=25, help="of a fraction of a second each")
@@ -296,6 +299,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"argument {flag}: must be positive, got {getattr(options, name)}")
     if options.hidden % 256:
         parser.error(f"argument --hidden: must be a multiple of 256, got {options.hidden}")
+    if options.jit_cache is not None and not (options.jit_cache / "flashinfer_jit_cache").is_dir():
+        parser.error(f"argument --jit-cache: {options.jit_cache} has no flashinfer_jit_cache")
+    missing = [name for name in ("torch", "vllm", "safetensors") if find_spec(name) is None]
+    if missing:
+        parser.error(f"not installed: {', '.join(missing)}")
     return options
 
 

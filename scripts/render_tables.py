@@ -252,7 +252,7 @@ def _describe(machine: Any) -> str:
 
 
 class Caller(NamedTuple):
-    """What vLLM reports to FlashInfer as its maximum, and up to where it forces one-shot, in MiB.
+    """What vLLM 0.24 reports as its maximum, and up to where it forces one-shot, in MiB.
 
     Per rank: tokens x hidden x bytes of an element.
     """
@@ -264,13 +264,13 @@ class Caller(NamedTuple):
 
 
 CALLERS = (
-    Caller("vLLM, SM90", 2, 64, 32),
-    Caller("vLLM, SM90", 4, 2, 2),
-    Caller("vLLM, SM90", 8, 0.5, 0.5),
-    Caller("vLLM, SM100", 4, 32, 4),
-    Caller("vLLM, SM100", 8, 1, 1),
-    Caller("vLLM, SM103", 4, 64, 4),
-    Caller("vLLM, SM103", 8, 2, 2),
+    Caller("vLLM 0.24, SM90", 2, 64, 32),
+    Caller("vLLM 0.24, SM90", 4, 2, 2),
+    Caller("vLLM 0.24, SM90", 8, 0.5, 0.5),
+    Caller("vLLM 0.24, SM100", 4, 32, 4),
+    Caller("vLLM 0.24, SM100", 8, 1, 1),
+    Caller("vLLM 0.24, SM103", 4, 64, 4),
+    Caller("vLLM 0.24, SM103", 8, 2, 2),
 )
 
 _HIDDEN = 6144

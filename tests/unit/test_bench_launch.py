@@ -106,6 +106,12 @@ def test_a_rank_that_dies_is_named() -> None:
     assert run(die)[2] == ["rank 1 exited with code 3"]
 
 
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_gpus", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_the_default_is_everything() -> None:
     options = cli.parse([])
     assert list(options.hidden) == [7168, 4096]
@@ -114,27 +120,56 @@ def test_the_default_is_everything() -> None:
     assert tuple(options.modes) == MODES
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_quick_takes_fewer_sizes_unless_they_are_given() -> None:
     assert len(cli.parse(["--quick"]).tokens) < 13
     assert cli.parse(["--quick", "--tokens", "3", "5"]).tokens == [3, 5]
 
 
-@pytest.mark.parametrize("wrong", [["--methods", "magic"], ["--tokens", "0"], ["--modes", "x"]])
-def test_wrong_options_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (["--methods", "magic"], "argument --methods: invalid choice: 'magic'"),
+        (["--modes", "x"], "argument --modes: invalid choice: 'x'"),
+        (["--tokens", "0"], "argument --tokens: must be positive, got 0"),
+        (["--tokens", "x"], "argument --tokens: must be a whole number, got 'x'"),
+        (["--out", "/"], "argument --out: must name a file, got the folder /"),
+        (["--out", "/dev/null/x"], "argument --out: cannot write to /dev/null, where"),
+        (["--ranks", "1"], "argument --ranks: must be two or more and no more than there are GPUs"),
+        (["--ranks", "3"], "GPUs (2), got 3"),
+        (["--from", "/nowhere"], "argument --from: cannot read /nowhere: No such file"),
+        (["--from", "/"], "argument --from: cannot read /: Is a directory"),
+        (["--from", "/dev/null"], "argument --from: /dev/null is not a result file: JSON"),
+    ],
+)
+def test_wrong_options_are_refused(
+    wrong: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
         cli.parse(wrong)
-    assert wrong[0] in capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert text in capsys.readouterr().err
 
 
-def test_a_folder_is_no_result_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("content", ["[]", "{}", '{"machine": "m", "rows": [{"tokens": 1}]}'])
+def test_what_is_judged_again_has_to_be_a_result_file(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(content)
     with pytest.raises(SystemExit):
-        cli.parse(["--out", str(tmp_path)])
-    assert f"--out: must name a file, got the folder {tmp_path}" in capsys.readouterr().err
+        cli.main(["--from", str(file)])
+    assert f"{file} is not a result file" in capsys.readouterr().err
 
 
-def test_one_gpu_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--ranks", "1"]) == 1
-    assert "two GPUs" in capsys.readouterr().err
+def test_one_gpu_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_gpus", lambda: 1)
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert "it takes two GPUs or more, found 1" in capsys.readouterr().err
 
 
 def canned(name: str, failures: list[str]) -> Any:
@@ -149,6 +184,7 @@ def canned(name: str, failures: list[str]) -> Any:
     return run
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_a_run_writes_its_file_and_judges_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +201,7 @@ def test_a_run_writes_its_file_and_judges_it(
     assert cli.main(["--from", str(file)]) == 0
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_the_default_file_is_named_after_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +211,7 @@ def test_the_default_file_is_named_after_the_machine(
     assert (tmp_path / "benchmarks" / "results" / "gpux2.json").exists()
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_what_a_failed_run_has_measured_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +222,7 @@ def test_what_a_failed_run_has_measured_is_kept(
     assert "FAILED: rank 1 exited with code 3" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_a_run_that_tells_nothing_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +232,7 @@ def test_a_run_that_tells_nothing_writes_nothing(
     assert not file.exists()
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("arguments", "host_cost", "planned"),
     [([], (7168,), True), (["--quick"], (), True), (["--quick", "--host-cost"], (7168,), False)],
@@ -200,7 +240,7 @@ def test_a_run_that_tells_nothing_writes_nothing(
 def test_when_the_hosts_cost_is_measured(
     arguments: list[str], host_cost: tuple[int, ...], planned: bool
 ) -> None:
-    job = cli._job(cli.parse(arguments), 2)
+    job = cli._job(cli.parse(arguments))
     assert job.host_cost == host_cost
     assert (job.plan is not None) == planned
 

@@ -79,6 +79,7 @@ def test_a_lost_engine_is_wrong_once() -> None:
         (["--layers", "0"], "--layers: must be positive, got 0"),
         (["--batched-tokens", "-1"], "--batched-tokens: must be positive, got -1"),
         (["--out", "/"], "--out: must name a file, got the folder /"),
+        (["--jit-cache", "/nowhere"], "--jit-cache: /nowhere has no flashinfer_jit_cache"),
     ],
 )
 def test_wrong_options_are_refused_before_an_engine_starts(
@@ -89,10 +90,20 @@ def test_wrong_options_are_refused_before_an_engine_starts(
     assert text in capsys.readouterr().err
 
 
+def test_what_is_not_installed_is_named_before_an_engine_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: None if name == "vllm" else name)
+    with pytest.raises(SystemExit):
+        vllm_engine.parse([])
+    assert "not installed: vllm" in capsys.readouterr().err
+
+
 def test_the_result_file_says_nothing_of_where_it_was_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "describe", lambda ranks: f"{ranks} x GPU")
+    monkeypatch.setattr(vllm_engine, "find_spec", lambda name: name)
     options = vllm_engine.parse(["--out", str(tmp_path / "x"), "--logs", str(tmp_path)])
     rates = {"tokens_per_s": [3.0, 1.0, 2.0], "versions": {"vllm": "1"}}
     result = {mode: outcome(mode) | copy.deepcopy(rates) for mode in vllm_engine.MODES}

@@ -18,12 +18,12 @@ def bench(arguments: Sequence[str]) -> int:
 
     What it finds scrolls by above the bar. Where the output is no terminal there is no bar.
     """
-    options = cli.parse(arguments)
+    options = cli.parse(arguments, PROGRAM)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     )
     # The host's cost alone has no rows to count.
-    if options.host_cost or not bar.console.is_terminal:
+    if options.host_cost or options.recorded or not bar.console.is_terminal:
         return cli.main(arguments, PROGRAM)
     problems, modes = len(options.hidden) * len(options.tokens), len(options.modes)
     return cli.main(

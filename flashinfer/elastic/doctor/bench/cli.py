@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -28,30 +29,85 @@ ways to compute it, and the limit of the hardware. Writes a JSON file and a plot
 """
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options; exits where they are wrong."""
-    parser = argparse.ArgumentParser(description=DESCRIPTION)
+PROGRAM = "scripts/bench.py"
+
+
+def parse(arguments: Sequence[str], program: str = PROGRAM) -> argparse.Namespace:
+    """Return the options; exits where they are wrong.
+
+    Parameters
+    ----------
+    arguments : sequence of str
+        Of the command line.
+    program : str
+        What to call it in its usage.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     positive = _positive
-    parser.add_argument("--hidden", type=positive, nargs="+", default=HIDDEN, metavar="H")
-    parser.add_argument("--tokens", type=positive, nargs="+", metavar="N")
     methods = (*NAMES, LIMIT)
-    parser.add_argument("--methods", nargs="+", choices=methods, default=methods, metavar="METHOD")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--ranks", type=positive, help="GPUs to use; all by default")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>x<ranks>.json")
+    parser.add_argument(
+        "--hidden",
+        type=positive,
+        nargs="+",
+        default=HIDDEN,
+        metavar="H",
+        help="elements of a row; default: 7168 4096",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="rows; default: the powers of two up to 4096",
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=methods,
+        default=methods,
+        metavar="METHOD",
+        help=f"default: all of {', '.join(methods)}",
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, help="how to launch; default: both"
+    )
+    parser.add_argument("--ranks", type=positive, metavar="P", help="GPUs to use; default: all")
+    parser.add_argument(
+        "--out",
+        type=_new_file,
+        metavar="FILE",
+        help="JSON; default: benchmarks/results/<gpu>x<ranks>.json",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
     parser.add_argument("--host-cost", action="store_true", help="measure only the host's time")
     parser.add_argument(
-        "--time-limit", type=positive, default=1800, metavar="S", help="seconds, all in all"
+        "--time-limit",
+        type=positive,
+        default=1800,
+        metavar="S",
+        help="seconds, all in all; default: 1800",
     )
     parser.add_argument(
-        "--from", type=Path, dest="source", metavar="FILE", help="judge and draw a file, no more"
+        "--from",
+        type=_recorded,
+        dest="recorded",
+        metavar="FILE",
+        help="judge and draw a file that was written before, no more",
     )
     options = parser.parse_args(arguments)
-    if options.out is not None and options.out.is_dir():
-        parser.error(f"argument --out: must name a file, got the folder {options.out}")
     if options.tokens is None:
         options.tokens = QUICK_TOKENS if options.quick else TOKENS
+    if options.recorded is None:
+        found = _gpus()
+        if options.ranks is None:
+            options.ranks = found
+            if found < 2:
+                parser.error(f"it takes two GPUs or more, found {found}")
+        elif not 2 <= options.ranks <= found:
+            parser.error(
+                "argument --ranks: must be two or more and no more than there are GPUs "
+                f"({found}), got {options.ranks}"
+            )
     return options
 
 
@@ -70,7 +126,7 @@ def show(found: Row | Skip) -> None:
 
 def main(
     arguments: Sequence[str] | None = None,
-    program: str = "scripts/bench.py",
+    program: str = PROGRAM,
     progress: Progress | None = None,
 ) -> int:
     """Do what the command line asks for; return the exit code.
@@ -86,18 +142,12 @@ def main(
         default they are printed.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parse(arguments)
-    if options.source:
-        return _show(options.source)
-    ranks = options.ranks or _gpus()
-    if ranks < 2:
-        print(f"It takes two GPUs or more; found {ranks}.", file=sys.stderr)
-        return 1
+    options = parse(arguments, program)
+    if options.recorded is not None:
+        return _show(*options.recorded)
     command = _command(arguments, program)
     with progress or contextlib.nullcontext(show) as found:
-        results, name, failures = launch.run(
-            _job(options, ranks), launch.work, command, progress=found
-        )
+        results, name, failures = launch.run(_job(options), launch.work, command, progress=found)
     for failure in failures:
         print(f"\nFAILED: {failure}", file=sys.stderr)
     if not name:
@@ -109,7 +159,7 @@ def main(
     return 1 if failures else 0
 
 
-def _job(options: argparse.Namespace, ranks: int) -> launch.Job:
+def _job(options: argparse.Namespace) -> launch.Job:
     plan = None
     if not options.host_cost:
         plan = Plan(
@@ -120,7 +170,7 @@ def _job(options: argparse.Namespace, ranks: int) -> launch.Job:
             options.quick,
         )
     host_cost = tuple(options.hidden[:1]) if options.host_cost or not options.quick else ()
-    return launch.Job(plan, ranks, options.time_limit, host_cost)
+    return launch.Job(plan, options.ranks, options.time_limit, host_cost)
 
 
 def _command(arguments: Sequence[str], program: str) -> str:
@@ -148,10 +198,9 @@ def _summary(results: Results, file: Path) -> None:
             print(f"  {entry['backend']:<8}{entry['median_us']:>8.2f}  {entry['layer']}")
 
 
-def _show(file: Path) -> int:
-    rows = read_rows(file)
+def _show(file: Path, machine: str, rows: list[Row]) -> int:
     print(judge.report(rows))
-    _draw(rows, str(json.loads(file.read_text())["machine"]), file)
+    _draw(rows, machine, file)
     return 0
 
 
@@ -166,7 +215,34 @@ def _draw(rows: list[Row], machine: str, file: Path) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not positive")
+        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
     return value
+
+
+def _new_file(text: str) -> Path:
+    """Return a path that can be written, as far as that can be told beforehand."""
+    file = Path(text)
+    if file.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, got the folder {file}")
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {folder}, where {file} would be")
+    return file
+
+
+def _recorded(text: str) -> tuple[Path, str, list[Row]]:
+    """Return a result file, the machine it was made on, and its rows."""
+    file = Path(text)
+    try:
+        return file, str(json.loads(file.read_text())["machine"]), read_rows(file)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{file} is not a result file: {type(error).__name__}: {error}"
+        ) from None
