@@ -307,6 +307,7 @@ def test_the_bar_counts_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return Results("", command, {}), "", []
 
     monkeypatch.setattr(progress, "Progress", make)
+    monkeypatch.setattr(bench_cli, "_gpus", lambda: 2)
     monkeypatch.setattr(launch, "run", run)
     shown: list[Row | Skip] = []
     monkeypatch.setattr(bench_cli, "show", shown.append)
