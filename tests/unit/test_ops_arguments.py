@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from flashinfer.elastic.allreduce import ENTRY_POINTS, install, ops
+from flashinfer.elastic.allreduce import ENTRY_POINTS, install, ops, settings
 from flashinfer.elastic.shadow import TESTED_VERSIONS
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -276,6 +276,22 @@ def test_pointers_of_a_workspace_lead_back_to_it(pair: Pair, fake: FakeLibrary) 
     arguments = RIGHT[name] | {"buffer_ptrs_dev": table, "rank": 3}
     assert "destroyed" in outcome(module, name, arguments)
     assert not hasattr(workspace, "buffer_flags")
+
+
+def test_upstreams_kernels_get_the_flags_that_upstream_made(
+    pair: Pair, fake: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold the size of the buffers and whose turn it is."""
+    monkeypatch.setenv(settings.ENGINE, "upstream")
+    module = pair.patched.module
+    backend = pair.patched.torch_backend(Echo(RANKS))
+    with pytest.warns(DeprecationWarning, match="get_allreduce_mnnvl_workspace is deprecated"):
+        workspace, flags, _ = module.get_allreduce_mnnvl_workspace(
+            pair.patched.mapping(3, RANKS), torch.bfloat16, backend, 12 * 7168 * 64
+        )
+    assert flags is workspace.buffer_flags
+    assert flags.tolist() == [0, 2, workspace.buffer_size_bytes, 0, 0, 0, 0, 0, 0]
+    workspace.destroy()
 
 
 @pytest.mark.parametrize("name", list(RIGHT)[2:])

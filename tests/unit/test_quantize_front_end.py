@@ -242,6 +242,19 @@ def test_what_does_not_fit_runs_in_chunks(pair: Pair, fake: FakeLibrary) -> None
     workspace.destroy()
 
 
+def test_nothing_is_launched_on_memory_that_a_checkpoint_has_taken(
+    pair: Pair, workspace: Any, fake: FakeLibrary
+) -> None:
+    if not hasattr(workspace, "checkpoint_prepare"):
+        pytest.skip("this upstream has no checkpoints")
+    recipe = pair.recipes()[0]
+    workspace.checkpoint_prepare()
+    text = outcome(pair.patched.module, right(recipe) | {"workspace": workspace})
+    assert text == "RuntimeError: MNNVL handles are not attached"
+    assert fake.calls == []
+    workspace.checkpoint_restore(Echo(RANKS))
+
+
 def test_no_tokens_launch_nothing(pair: Pair, workspace: Any, fake: FakeLibrary) -> None:
     values, *_ = getattr(pair.patched.module, NAME)(
         ROWS[:0], ROWS[:0], ROWS[0], workspace, quant_type=FP8

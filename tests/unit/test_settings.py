@@ -55,6 +55,7 @@ def test_time_out(text: str, seconds: float) -> None:
         (settings.TIMEOUT_S, "-0.1"),
         (settings.TIMEOUT_S, "never"),
         (settings.TIMEOUT_S, "1e12"),
+        (settings.TIMEOUT_S, "2147483649"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, text: str) -> None:

@@ -53,6 +53,10 @@ def test_a_class_between_goes_as_the_next_smaller_that_was_timed(
         assert chosen(bits, one) is (like is not None and chosen(bits, like))
 
 
+def test_the_margin_itself_is_enough() -> None:
+    assert choose({3: 1.0}, {3: WORTHWHILE})
+
+
 def test_nothing_timed_is_nothing_chosen() -> None:
     assert choose({}, {}) == 0
 

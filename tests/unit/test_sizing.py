@@ -104,6 +104,11 @@ def test_an_explicit_size_is_honoured_whole(explicit: int) -> None:
     assert explicit <= size <= max(explicit + sizing.ALIGNMENT - 1, sizing.ALIGNMENT)
 
 
+def test_a_maximum_of_no_tokens_counts_as_one() -> None:
+    wide = 2**18
+    assert sizing.buffer_bytes(0, wide, 2, 8) == sizing.buffer_bytes(1, wide, 2, 8) > 2**20
+
+
 def test_an_explicit_size_beyond_32_bits_is_upstreams_error() -> None:
     with pytest.raises(ValueError, match=r"greater than the maximum supported size \(UINT32_MAX\)"):
         sizing.buffer_bytes(0, 0, 0, 8, explicit=2**32)

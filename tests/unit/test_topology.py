@@ -82,6 +82,10 @@ def test_what_nvml_cannot_say_is_not_held_against_a_pair(nvml: FakeNvml) -> None
     assert nvml.initialised == 0
 
 
+def test_a_link_that_one_side_sees_is_a_link() -> None:
+    assert topology.pairs_without_nvlink([["nvlink", "none"], ["nvlink", "nvlink"]]) == []
+
+
 def test_no_nvml_at_all() -> None:
     gpus = identities(2)
     assert topology.query_links(None, gpus[0], gpus) == ["unknown", "unknown"]

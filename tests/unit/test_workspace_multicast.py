@@ -93,6 +93,10 @@ def test_the_default_group_is_found(
     assert find(group, backend=backend) == ["world"] * RANKS
 
 
+def test_a_group_of_one_goes_without(memory: TorchMemory) -> None:
+    assert find(Threads(1)) == [None]
+
+
 def test_no_means_no(group: Threads, memory: TorchMemory) -> None:
     """Neither torch nor the other ranks are asked."""
     assert (
@@ -577,10 +581,16 @@ def test_a_handle_of_other_memory_is_refused(
         handle.buffer_ptrs[current_rank()] -= 512 * (current_rank() == 2)
         return handle
 
-    monkeypatch.setattr(memory, "rendezvous", shifted)
-    errors = make(group)
-    assert all("rank 2: RuntimeError: torch's handle is not of" in str(error) for error in errors)
-    assert memory.live == 0
+    def shortened(tensor: Any, name: str) -> Any:
+        handle = original(tensor, name)
+        handle.buffer_size -= current_rank() == 2
+        return handle
+
+    for other in (shifted, shortened):
+        monkeypatch.setattr(memory, "rendezvous", other)
+        errors = make(group)
+        assert all("rank 2: RuntimeError: torch's handle is not of" in str(e) for e in errors)
+        assert memory.live == 0
 
 
 def test_a_handle_in_another_order_is_refused(
@@ -639,6 +649,30 @@ def test_nothing_is_freed_on_a_device_that_has_failed(
         assert not each.mapped
     made.clear()
     gc.collect()
+    assert memory.live == RANKS == len(kept)
+
+
+def test_nothing_is_allocated_during_a_capture(
+    group: Threads, memory: TorchMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(what: str) -> None:
+        raise RuntimeError(f"cannot {what} while a CUDA graph is being captured")
+
+    monkeypatch.setattr(torch_symmetric, "refuse_capture", refuse)
+    errors = make(group)
+    assert all("cannot create symmetric memory while" in str(error) for error in errors), errors
+    assert memory.touched == 0
+
+
+def test_memory_that_is_left_at_the_exit_is_not_freed(
+    group: Threads, memory: TorchMemory, monkeypatch: pytest.MonkeyPatch, kept: list[Any]
+) -> None:
+    """The process is about to do so, and torch may have been taken apart already."""
+    made = make(group)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "is_finalizing", lambda: True)
+        made.clear()
+        gc.collect()
     assert memory.live == RANKS == len(kept)
 
 
