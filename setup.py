@@ -63,7 +63,8 @@ setup(
     install_requires=[
         requirements.tvm_ffi_at_run_time(),
         "click>=8.1",
-        "cuda-python",
+        # Not cuda-python, whose newest release would pull the bindings that are there up or down.
+        "cuda-bindings",
         "flashinfer-python>=0.6.12,<0.8",
         "nvidia-ml-py",
         "rich>=13",

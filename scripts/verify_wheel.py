@@ -37,7 +37,7 @@ LAUNCHER = "flashinfer_doctor.py"
 REQUIRED = {
     "apache-tvm-ffi",
     "click",
-    "cuda-python",
+    "cuda-bindings",
     "flashinfer-python",
     "nvidia-ml-py",
     "rich",

@@ -42,7 +42,7 @@ class Machine:
 
 
 class FakeApi:
-    """The driver of one process, as cuda-python shows it. Misuse of handles is a KeyError."""
+    """The driver of one process, as cuda-bindings shows it. Misuse of handles is a KeyError."""
 
     CUmemAllocationProp = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
     CUmemAccessDesc = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))

@@ -106,12 +106,6 @@ def test_a_rank_that_dies_is_named() -> None:
     assert run(die)[2] == ["rank 1 exited with code 3"]
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_gpus", lambda: 2)
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_the_default_is_everything() -> None:
     options = cli.parse([])
     assert list(options.hidden) == [7168, 4096]
@@ -120,13 +114,11 @@ def test_the_default_is_everything() -> None:
     assert tuple(options.modes) == MODES
 
 
-@pytest.mark.usefixtures("two_gpus")
 def test_quick_takes_fewer_sizes_unless_they_are_given() -> None:
     assert len(cli.parse(["--quick"]).tokens) < 13
     assert cli.parse(["--quick", "--tokens", "3", "5"]).tokens == [3, 5]
 
 
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
@@ -136,8 +128,7 @@ def test_quick_takes_fewer_sizes_unless_they_are_given() -> None:
         (["--tokens", "x"], "argument --tokens: must be a whole number, got 'x'"),
         (["--out", "/"], "argument --out: must name a file, got the folder /"),
         (["--out", "/dev/null/x"], "argument --out: cannot write to /dev/null, where"),
-        (["--ranks", "1"], "argument --ranks: must be two or more and no more than there are GPUs"),
-        (["--ranks", "3"], "GPUs (2), got 3"),
+        (["--ranks", "0"], "argument --ranks: must be positive, got 0"),
         (["--from", "/nowhere"], "argument --from: cannot read /nowhere: No such file"),
         (["--from", "/"], "argument --from: cannot read /: Is a directory"),
         (["--from", "/dev/null"], "argument --from: /dev/null is not a result file: JSON"),
@@ -163,13 +154,25 @@ def test_what_is_judged_again_has_to_be_a_result_file(
     assert f"{file} is not a result file" in capsys.readouterr().err
 
 
-def test_one_gpu_is_not_enough(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "text"),
+    [
+        ([], 1, "one for each of 1 rank(s); found 1"),
+        (["--ranks", "1"], 2, "one for each of 1 rank(s); found 2"),
+        (["--ranks", "3"], 2, "one for each of 3 rank(s); found 2"),
+    ],
+)
+def test_too_few_gpus_or_ranks_start_nothing(
+    arguments: list[str],
+    gpus: int,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "_gpus", lambda: 1)
-    with pytest.raises(SystemExit):
-        cli.main([])
-    assert "it takes two GPUs or more, found 1" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_gpus", lambda: gpus)
+    monkeypatch.delattr(launch, "run")
+    assert cli.main(arguments) == 1
+    assert text in capsys.readouterr().err
 
 
 def canned(name: str, failures: list[str]) -> Any:
@@ -182,6 +185,11 @@ def canned(name: str, failures: list[str]) -> Any:
         return results, name, failures
 
     return run
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_gpus", lambda: 2)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -232,7 +240,6 @@ def test_a_run_that_tells_nothing_writes_nothing(
     assert not file.exists()
 
 
-@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
     ("arguments", "host_cost", "planned"),
     [([], (7168,), True), (["--quick"], (), True), (["--quick", "--host-cost"], (7168,), False)],
@@ -240,7 +247,7 @@ def test_a_run_that_tells_nothing_writes_nothing(
 def test_when_the_hosts_cost_is_measured(
     arguments: list[str], host_cost: tuple[int, ...], planned: bool
 ) -> None:
-    job = cli._job(cli.parse(arguments))
+    job = cli._job(cli.parse(arguments), 2)
     assert job.host_cost == host_cost
     assert (job.plan is not None) == planned
 

@@ -246,7 +246,7 @@ def test_modules_that_are_missing_later_point_to_check_too(site: Path) -> None:
     late.write_text("import no_such_module")
     done = start(site, "reproduce")
     assert done.returncode == 1
-    assert "no_such_module" in done.stderr and "flashinfer-doctor check" in done.stderr
+    assert "pip install no_such_module" in done.stderr and "flashinfer-doctor check" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The CUDA driver calls that symmetric memory is made of, checked, through cuda-python.
+"""The CUDA driver calls that symmetric memory is made of, checked, through cuda-bindings.
 
 Handles and addresses are plain ints on this side. Every failure is a :class:`DriverError` that
 names the call and the driver's error.
@@ -196,16 +196,14 @@ class Driver:
 
 @functools.lru_cache(maxsize=1)
 def load_driver() -> Driver:
-    """Return the installed cuda-python's driver.
+    """Return the installed cuda-bindings' driver.
 
     Raises
     ------
     RuntimeError
-        cuda-python is missing. A missing libcuda shows at the first call only.
+        cuda-bindings is missing. A missing libcuda shows at the first call only.
     """
-    for name in ("cuda.bindings.driver", "cuda.cuda"):  # the latter: cuda-python 12.0 to 12.5
-        try:
-            return Driver(importlib.import_module(name))
-        except ImportError:
-            continue
-    raise RuntimeError("cuda-python is not installed: pip install cuda-python")
+    try:
+        return Driver(importlib.import_module("cuda.bindings.driver"))
+    except ImportError:
+        raise RuntimeError("cuda-bindings is not installed: pip install cuda-bindings") from None

@@ -107,7 +107,7 @@ class SymmetricMemory:
         size_bytes : int
             Bytes on each rank, the same on all.
         driver : Driver, optional
-            The installed cuda-python's by default.
+            The installed cuda-bindings' by default.
 
         Returns
         -------

@@ -47,7 +47,7 @@ def require_nvlink(
     device_index : int
         This rank's GPU, as torch counts.
     driver : Driver, optional
-        The installed cuda-python's by default.
+        The installed cuda-bindings' by default.
     nvml : module, optional
         ``pynvml`` by default.
 

@@ -168,7 +168,11 @@ def bench(arguments: tuple[str, ...]) -> None:
 _PROGRAM = """\
 import sys
 def fail(error):
-    sys.exit(f"{{type(error).__name__}}: {{error}}\\nflashinfer-doctor check says more.")
+    missing = (getattr(error, "name", None) or "flashinfer").partition(".")[0]
+    more = "flashinfer-doctor check says more."
+    if missing != "flashinfer" and isinstance(error, ModuleNotFoundError):
+        more = f"pip install {{missing}}, or what brings it along, may help; " + more
+    sys.exit(f"{{type(error).__name__}}: {{error}}\\n{{more}}")
 try:
     from flashinfer.elastic.doctor.{module} import {name}
 except Exception as error:

@@ -97,17 +97,6 @@ def parse(arguments: Sequence[str], program: str = PROGRAM) -> argparse.Namespac
     options = parser.parse_args(arguments)
     if options.tokens is None:
         options.tokens = QUICK_TOKENS if options.quick else TOKENS
-    if options.recorded is None:
-        found = _gpus()
-        if options.ranks is None:
-            options.ranks = found
-            if found < 2:
-                parser.error(f"it takes two GPUs or more, found {found}")
-        elif not 2 <= options.ranks <= found:
-            parser.error(
-                "argument --ranks: must be two or more and no more than there are GPUs "
-                f"({found}), got {options.ranks}"
-            )
     return options
 
 
@@ -145,9 +134,19 @@ def main(
     options = parse(arguments, program)
     if options.recorded is not None:
         return _show(*options.recorded)
+    gpus = _gpus()
+    ranks = options.ranks or gpus
+    if not 2 <= ranks <= gpus:
+        print(
+            f"It takes two GPUs or more, and one for each of {ranks} rank(s); found {gpus}.",
+            file=sys.stderr,
+        )
+        return 1
     command = _command(arguments, program)
     with progress or contextlib.nullcontext(show) as found:
-        results, name, failures = launch.run(_job(options), launch.work, command, progress=found)
+        results, name, failures = launch.run(
+            _job(options, ranks), launch.work, command, progress=found
+        )
     for failure in failures:
         print(f"\nFAILED: {failure}", file=sys.stderr)
     if not name:
@@ -159,7 +158,7 @@ def main(
     return 1 if failures else 0
 
 
-def _job(options: argparse.Namespace) -> launch.Job:
+def _job(options: argparse.Namespace, ranks: int) -> launch.Job:
     plan = None
     if not options.host_cost:
         plan = Plan(
@@ -170,7 +169,7 @@ def _job(options: argparse.Namespace) -> launch.Job:
             options.quick,
         )
     host_cost = tuple(options.hidden[:1]) if options.host_cost or not options.quick else ()
-    return launch.Job(plan, options.ranks, options.time_limit, host_cost)
+    return launch.Job(plan, ranks, options.time_limit, host_cost)
 
 
 def _command(arguments: Sequence[str], program: str) -> str:

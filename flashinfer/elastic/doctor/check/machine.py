@@ -1,4 +1,4 @@
-"""The driver and the GPUs, through cuda-python and nvidia-ml-py.
+"""The driver and the GPUs, through cuda-bindings and nvidia-ml-py.
 
 Only asks: no context, no memory, no multicast object is made, so it may run beside a server. What
 cannot be asked is listed with the reason.
@@ -30,7 +30,7 @@ def gather(
     Parameters
     ----------
     make_driver : callable
-        Gives the driver; the installed cuda-python's by default.
+        Gives the driver; the installed cuda-bindings' by default.
     load_nvml : callable, optional
         Gives ``pynvml`` or what stands in for it.
     """
@@ -83,7 +83,7 @@ def _open_driver(make: Callable[[], Driver], unknown: list[str]) -> tuple[Driver
         count = driver.device_count()
         return driver, [first, *(driver.device(index) for index in range(1, count))]
     except Exception as error:
-        # DriverError where there is a driver and no GPU; what cuda-python raises without libcuda.
+        # DriverError where there is a driver and no GPU; what cuda-bindings raises without libcuda.
         unknown.append(f"GPUs, multicast and peer access: no answer from the CUDA driver ({error})")
         return None, []
 
@@ -160,7 +160,7 @@ def _pairs(
 
 
 def _or_none(ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """Return an answer, or None where the driver or the installed cuda-python has none."""
+    """Return an answer, or None where the driver or the installed cuda-bindings has none."""
     try:
         return ask(*args, **kwargs)
     except Exception:
