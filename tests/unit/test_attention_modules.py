@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -288,19 +287,25 @@ def test_wrappers_of_one_integer_workspace_plan_in_buffers_of_their_own(through:
     assert written[0][1].data_ptr() != written[1][1].data_ptr()
 
 
-def _seconds(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    """Return the median time of a call."""
-    samples = []
-    for _ in range(60):
-        start = time.perf_counter()
-        for _ in range(200):
-            function(*args)
-        samples.append((time.perf_counter() - start) / 200)
-    return statistics.median(samples)
+def _calls(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Return how many functions, of Python and of C, a call goes through."""
+    function(*args)  # Whatever is looked up once has been.
+    count = 0
+
+    def seen(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return count - 1  # The end of the profile is a call too.
 
 
-def test_a_call_that_fits_costs_well_below_a_microsecond() -> None:
-    """2% of the tens of microseconds that ``plan``, ``run`` and a launch take on the host."""
+def test_a_call_that_fits_goes_through_few_functions() -> None:
+    """So that its host time does not show; ``benchmarks/attention_overhead.py`` measures that."""
 
     def function(*args: Any) -> None:
         pass
@@ -312,11 +317,10 @@ def test_a_call_that_fits_costs_well_below_a_microsecond() -> None:
     launch[2], launch[5], launch[18], launch[20] = torch.zeros(4, 8, 128), large, 132, 128 * MIB
     launch[8], launch[15] = 1, 4
     attention, trtllm = load(module, PREFILL), load(module, TRTLLM)
-    plain = _seconds(function, buffers)
-    assert _seconds(attention.plan, buffers) - plain < 0.4e-6
-    assert _seconds(attention.run, buffers) - plain < 0.4e-6
-    call = trtllm.trtllm_paged_attention_decode
-    assert _seconds(call, tuple(launch)) - _seconds(function, tuple(launch)) < 1.5e-6
+    assert _calls(function, buffers) == 1
+    assert _calls(attention.plan, buffers) <= 4
+    assert _calls(attention.run, buffers) <= 4
+    assert _calls(trtllm.trtllm_paged_attention_decode, tuple(launch)) <= 15
     other = torch.zeros(MIB, dtype=torch.uint8)
     pool.grow(other, 5 * MIB, kind="float", call="test", allocation_name="part")
-    assert _seconds(attention.run, buffers) - plain < 1.5e-6
+    assert _calls(attention.run, buffers) <= 13
