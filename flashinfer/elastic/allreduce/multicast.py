@@ -19,12 +19,11 @@ from . import size_classes, trial
 from .agreement import Agreement, CollectiveError
 from .engines.native import NativeEngine, memory_bytes
 from .memory import GroupMemory
-from .settings import MULTICAST
+from .settings import MULTICAST, NO
 from .torch_symmetric import TorchSymmetricMemory, symmetric_memory
 
 logger = logging.getLogger("flashinfer.elastic")
 
-_OFF = {"0", "false", "no", "off"}
 _SWITCHES = {
     # What switches multicast off for others: the variable, and whether that is by a true value.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": True,
@@ -165,7 +164,7 @@ def _require_wanted(environment: Mapping[str, str]) -> None:
     """Raise where something in the environment says that multicast is not wanted here."""
     for name, when in _SWITCHES.items():
         text = environment.get(name, "").strip().lower()
-        if text and (text not in _OFF) is when:
+        if text and (text not in NO) is when:
             raise RuntimeError(f"{name}={environment[name]} is set")
 
 

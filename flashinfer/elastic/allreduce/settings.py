@@ -26,6 +26,10 @@ MULTICAST = "FLASHINFER_MNNVL_MULTICAST"
 
 NAMES = (ENGINE, ONESHOT_MAX_MB, TIMEOUT_S, MULTICAST)
 
+YES = frozenset({"1", "true", "yes", "on"})
+NO = frozenset({"0", "false", "no", "off"})
+"""Words for either, in lower case, where a variable is a switch."""
+
 _MULTICASTS = ("auto", "0", "1")
 _ENGINES = ("auto", "native", "upstream")
 _DEFAULT_TIMEOUT_S = 600.0

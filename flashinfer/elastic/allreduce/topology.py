@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from . import settings
 from .agreement import Agreement, CollectiveError
 from .driver import Driver, load_driver
 from .identity import Identity, exchange_identities, identify
@@ -98,9 +99,9 @@ def pcie_allowed() -> bool:
         If the variable is neither a yes nor a no.
     """
     text = os.environ.get(ALLOW_PCIE, "").strip().lower()
-    if text in {"1", "true", "yes", "on"}:
+    if text in settings.YES:
         return True
-    if text in {"", "0", "false", "no", "off"}:
+    if not text or text in settings.NO:
         return False
     raise ValueError(f"{ALLOW_PCIE}={os.environ[ALLOW_PCIE]!r}: allowed are 0, 1")
 
