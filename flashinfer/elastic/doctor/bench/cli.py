@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from . import judge, launch, plot
 from .methods import NAMES
-from .results import Results, Row, Skip, read_rows
+from .results import Results, Row, Skip, read
 from .session import LIMIT, MODES, Plan
 
 HIDDEN = (7168, 4096)
@@ -238,7 +237,7 @@ def _recorded(text: str) -> tuple[Path, str, list[Row]]:
     """Return a result file, the machine it was made on, and its rows."""
     file = Path(text)
     try:
-        return file, str(json.loads(file.read_text())["machine"]), read_rows(file)
+        return file, *read(file)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:

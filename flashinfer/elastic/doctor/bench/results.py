@@ -98,9 +98,10 @@ class Results:
         aside.replace(file)
 
 
-def read_rows(file: Path) -> list[Row]:
-    """Return the rows of a file that :meth:`Results.write` has written."""
-    return [Row(**row) for row in json.loads(file.read_text())["rows"]]
+def read(file: Path) -> tuple[str, list[Row]]:
+    """Return the machine and the rows of a file that :meth:`Results.write` has written."""
+    content = json.loads(file.read_text())
+    return str(content["machine"]), [Row(**row) for row in content["rows"]]
 
 
 def merge(skips: list[Skip]) -> list[dict[str, Any]]:
