@@ -289,6 +289,12 @@ def insisted(memory: TorchMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(settings.MULTICAST, "1")
 
 
+@pytest.fixture
+def by_default(loaded: Loaded) -> None:
+    if detachable(loaded):
+        pytest.skip("multicast is not tried by default with this upstream")
+
+
 def test_by_default_where_nothing_is_given_up_for_it(
     loaded: Loaded, fake: FakeLibrary, group: Threads, memory: TorchMemory
 ) -> None:
@@ -436,6 +442,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.usefixtures("by_default")
 @pytest.mark.parametrize("damage", BREAKS)
 def test_whatever_fails_on_one_rank_leaves_unicast_on_all(
     loaded: Loaded,
@@ -446,8 +453,6 @@ def test_whatever_fails_on_one_rank_leaves_unicast_on_all(
     caplog: pytest.LogCaptureFixture,
     damage: Callable[..., None],
 ) -> None:
-    if detachable(loaded):
-        pytest.skip("multicast is not tried by default with this upstream")
     caplog.set_level("INFO", logger="flashinfer.elastic")
     damage(memory, fake, monkeypatch)
     made = create(loaded, group)
@@ -491,6 +496,7 @@ def test_multicast_that_is_nowhere_faster_is_given_up(
     assert sorted(fake.destroyed) == list(range(1, len(fake.created) + 1))
 
 
+@pytest.mark.usefixtures("by_default")
 def test_multicast_that_is_faster_for_one_strategy_stays(
     loaded: Loaded,
     fake: FakeLibrary,
@@ -499,8 +505,6 @@ def test_multicast_that_is_faster_for_one_strategy_stays(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if detachable(loaded):
-        pytest.skip("multicast is not tried by default with this upstream")
     caplog.set_level("INFO", logger="flashinfer.elastic")
     chosen = SizeClasses(0, 0b11)
     monkeypatch.setattr(trial, "run", lambda *_: chosen)
